@@ -1,0 +1,1 @@
+"""Video generation with open video diffusion models in JAX."""

@@ -1,0 +1,184 @@
+"""Parameters described first, modules as plain pytrees.
+
+A module is a frozen dataclass that JAX knows as a pytree. Its `spec` builds it with `Spec` leaves; the very same class then holds
+`jax.ShapeDtypeStruct` leaves (`abstract`) or arrays (`init`, `vidax.weights.load`). Nothing else in the package describes a parameter:
+placement, loading, plans and tests are derived from these leaves.
+
+Numerics: `dot` is the only matrix product. Operands are in the weight's dtype, the sum and the result in float32, and a float32
+weight asks for the highest precision, because TPUs and GPUs round float32 operands otherwise.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a parameter is before it has a value.
+
+    shape:  our shape; `axes` names each dimension (a logical axis, or None where it is never sharded).
+    dtype:  the dtype it is held in.
+    init:   initialiser for training and tests.
+    stored: the shape in a PyTorch checkpoint where it differs; `transpose` is applied to that, then a reshape to `shape`.
+            For a stacked parameter (first axis "layers") both describe one layer.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: Any
+    init: Initializer
+    stored: tuple[int, ...] | None = None
+    transpose: tuple[int, ...] | None = None
+
+    @property
+    def stacked(self) -> bool:
+        return self.axes[:1] == ("layers",)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one checkpoint tensor of this parameter."""
+        return self.stored if self.stored is not None else self.shape[self.stacked :]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass_transform(frozen_default=True)
+def module(cls):
+    """Class decorator: a frozen dataclass registered as a pytree. No `__post_init__`: unflattening calls the constructor."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+def static(**kw) -> Any:
+    """A field that is not a leaf: part of the tree's structure."""
+    return dataclasses.field(metadata={"static": True}, **kw)
+
+
+def is_spec(x) -> bool:
+    return isinstance(x, Spec)
+
+
+def map_specs(fn: Callable[[Spec], Any], tree):
+    return jax.tree.map(fn, tree, is_leaf=is_spec)
+
+
+def stack(tree, layers: int):
+    """Describe `layers` copies of a module held as one: every Spec gains a leading "layers" axis, for `jax.lax.scan`."""
+
+    def stacked(s: Spec) -> Spec:
+        return dataclasses.replace(s, shape=(layers, *s.shape), axes=("layers", *s.axes), stored=s.stored_shape)
+
+    return map_specs(stacked, tree)
+
+
+def named_leaves(tree) -> Iterator[tuple[str, Any]]:
+    """("blocks.self_attn.q.weight", leaf) for every leaf, in tree order."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def abstract(tree, sharding: Callable[[Spec], Any] | None = None):
+    """Specs to `ShapeDtypeStruct`s: what `jit(...).lower` needs to compile a model that nobody has loaded."""
+    return map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding(s) if sharding else None), tree)
+
+
+def init(tree, key: jax.Array):
+    """Specs to arrays by each Spec's initialiser, every leaf with a key of its own."""
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(tree, is_leaf=is_spec))))
+    return map_specs(lambda s: s.init(next(keys), s.shape, s.dtype), tree)
+
+
+def parameter_bytes(tree) -> int:
+    return sum(leaf.nbytes for _, leaf in named_leaves(tree))
+
+
+def fan_in(fan: int) -> Initializer:
+    """Normal with standard deviation 1/sqrt(fan)."""
+    return jax.nn.initializers.normal(fan**-0.5)
+
+
+zeros: Initializer = jax.nn.initializers.zeros
+ones: Initializer = jax.nn.initializers.ones
+
+
+def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight` with operands in the weight's dtype and a float32 result."""
+    precision = HIGHEST if weight.dtype == jnp.float32 else None
+    return jnp.matmul(x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+def standardize(x: jax.Array, eps: float) -> jax.Array:
+    """Zero mean and unit variance over the last axis, in float32 (a layer norm without parameters)."""
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+@module
+class Linear:
+    weight: Any  # [in, out]
+    bias: Any  # [out], float32, or None
+
+    @staticmethod
+    def spec(d_in: int, d_out: int, axes: tuple[str | None, str | None], dtype, *, bias: bool = True, kernel: tuple[int, ...] = ()):
+        """`kernel` says that the checkpoint holds a convolution with this kernel, whose inputs we flatten as (channels, *kernel)."""
+        order = (*range(1, 2 + len(kernel)), 0)
+        stored = (d_out, d_in // math.prod(kernel), *kernel)
+        return Linear(
+            Spec((d_in, d_out), axes, dtype, fan_in(d_in), stored=stored, transpose=order),
+            Spec((d_out,), axes[1:], jnp.float32, zeros) if bias else None,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = dot(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@module
+class RMSNorm:
+    weight: Any  # [D], float32
+    eps: float = static()
+
+    @staticmethod
+    def spec(dim: int, eps: float, axis: str | None = "embed"):
+        return RMSNorm(Spec((dim,), (axis,), jnp.float32, ones), eps)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.weight
+
+
+@module
+class LayerNorm:
+    weight: Any  # [D], float32
+    bias: Any  # [D], float32
+    eps: float = static()
+
+    @staticmethod
+    def spec(dim: int, eps: float):
+        return LayerNorm(Spec((dim,), ("embed",), jnp.float32, ones), Spec((dim,), ("embed",), jnp.float32, zeros), eps)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return standardize(x, self.eps) * self.weight + self.bias
+
+
+@module
+class Embedding:
+    weight: Any  # [vocabulary, D]
+
+    @staticmethod
+    def spec(vocabulary: int, dim: int, dtype):
+        return Embedding(Spec((vocabulary, dim), ("vocabulary", "embed"), dtype, jax.nn.initializers.normal(1.0)))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.weight[ids].astype(jnp.float32)
