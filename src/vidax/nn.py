@@ -1,11 +1,11 @@
 """Parameters described first, modules as plain pytrees.
 
-A module is a frozen dataclass that JAX knows as a pytree. Its `spec` builds it with `Spec` leaves; the very same class then holds
-`jax.ShapeDtypeStruct` leaves (`abstract`) or arrays (`init`, `vidax.weights.load`). Nothing else in the package describes a parameter:
-placement, loading, plans and tests are derived from these leaves.
+A module is a frozen dataclass that JAX knows as a pytree. Its `spec` builds it with `Spec` leaves; the very same
+class then holds `jax.ShapeDtypeStruct` leaves (`abstract`) or arrays (`init`, `vidax.weights.load`). Nothing else in
+the package describes a parameter: placement, loading, plans and tests are derived from these leaves.
 
-Numerics: `dot` is the only matrix product. Operands are in the weight's dtype, the sum and the result in float32, and a float32
-weight asks for the highest precision, because TPUs and GPUs round float32 operands otherwise.
+Numerics: `dot` is the only matrix product. Operands are in the weight's dtype, the sum and the result in float32,
+    and a float32 weight asks for the highest precision, because TPUs and GPUs round float32 operands otherwise.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from typing import Any, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-HIGHEST = jax.lax.Precision.HIGHEST
+from vidax.ops.precision import precision_of
+
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -28,8 +29,8 @@ class Spec:
     shape:  our shape; `axes` names each dimension (a logical axis, or None where it is never sharded).
     dtype:  the dtype it is held in.
     init:   initialiser for training and tests.
-    stored: the shape in a PyTorch checkpoint where it differs; `transpose` is applied to that, then a reshape to `shape`.
-            For a stacked parameter (first axis "layers") both describe one layer.
+    stored: the shape in a PyTorch checkpoint where it differs; `transpose` is applied to that, then a reshape to
+        `shape`. For a stacked parameter (first axis "layers") both describe one layer.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +56,9 @@ class Spec:
 
 @dataclass_transform(frozen_default=True)
 def module(cls):
-    """Class decorator: a frozen dataclass registered as a pytree. No `__post_init__`: unflattening calls the constructor."""
+    """Class decorator: a frozen dataclass registered as a pytree. No `__post_init__`: unflattening calls the
+    constructor.
+    """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
@@ -73,7 +76,8 @@ def map_specs(fn: Callable[[Spec], Any], tree):
 
 
 def stack(tree, layers: int):
-    """Describe `layers` copies of a module held as one: every Spec gains a leading "layers" axis, for `jax.lax.scan`."""
+    """Describe `layers` copies of a module held as one: every Spec gains a leading "layers" axis, for `jax.lax.scan`.
+    """
 
     def stacked(s: Spec) -> Spec:
         return dataclasses.replace(s, shape=(layers, *s.shape), axes=("layers", *s.axes), stored=s.stored_shape)
@@ -113,7 +117,7 @@ ones: Initializer = jax.nn.initializers.ones
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x @ weight` with operands in the weight's dtype and a float32 result."""
-    precision = HIGHEST if weight.dtype == jnp.float32 else None
+    precision = precision_of(weight.dtype)
     return jnp.matmul(x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -130,8 +134,18 @@ class Linear:
     bias: Any  # [out], float32, or None
 
     @staticmethod
-    def spec(d_in: int, d_out: int, axes: tuple[str | None, str | None], dtype, *, bias: bool = True, kernel: tuple[int, ...] = ()):
-        """`kernel` says that the checkpoint holds a convolution with this kernel, whose inputs we flatten as (channels, *kernel)."""
+    def spec(
+        d_in: int,
+        d_out: int,
+        axes: tuple[str | None, str | None],
+        dtype,
+        *,
+        bias: bool = True,
+        kernel: tuple[int, ...] = (),
+    ):
+        """`kernel` says that the checkpoint holds a convolution with this kernel, whose inputs we flatten as (channels,
+        *kernel).
+        """
         order = (*range(1, 2 + len(kernel)), 0)
         stored = (d_out, d_in // math.prod(kernel), *kernel)
         return Linear(

@@ -1,0 +1,136 @@
+"""The UMT5 text encoder (Chung et al. 2023), a T5 v1.1 encoder whose every layer has its own table of relative position biases.
+
+Unusual about this network: attention scores are not scaled by the head size; there are no biases; padding is
+    masked as keys.
+
+Source: transformers' UMT5EncoderModel and Wan-Video/Wan2.1, wan/modules/t5.py.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+from vidax.nn import Embedding, Linear, RMSNorm, Spec, fan_in, module, stack, static
+from vidax.ops.attention import attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """Architecture. Full-size UMT5-XXL values: official wan/modules/t5.py, umt5_xxl."""
+
+    vocabulary: int = 256384
+    dim: int = 4096
+    head_size: int = 64
+    heads: int = 64
+    mlp_dim: int = 10240
+    layers: int = 24
+    buckets: int = 32
+    max_distance: int = 128
+    eps: float = 1e-6
+
+
+@module
+class SelfAttention:
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    relative_attention_bias: Any  # [buckets N], float32
+    heads: int = static()
+
+    @staticmethod
+    def spec(c: T5Config, dtype):
+        inner = c.heads * c.head_size
+        q, k, v = (Linear.spec(c.dim, inner, ("embed", "heads"), dtype, bias=False) for _ in range(3))
+        o = Linear.spec(inner, c.dim, ("heads", "embed"), dtype, bias=False)
+        table = Spec((c.buckets, c.heads), (None, "heads"), jnp.float32, fan_in(c.dim))
+        return SelfAttention(q, k, v, o, table, c.heads)
+
+    def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
+        """x [B S D]; keys at and beyond lengths [B] are masked; buckets [S S] index the bias table."""
+        dtype = self.q.weight.dtype
+        heads = [
+            rearrange(project(x), "b s (n k) -> b s n k", n=self.heads).astype(dtype)
+            for project in (self.q, self.k, self.v)
+        ]
+        bias = rearrange(self.relative_attention_bias[buckets], "l s n -> n l s")
+        out = attention(*heads, kv_lengths=lengths, bias=bias, scale=1.0)
+        return self.o(rearrange(out, "b s n k -> b s (n k)"))
+
+
+@module
+class GatedMLP:
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    @staticmethod
+    def spec(c: T5Config, dtype):
+        gate, up = (Linear.spec(c.dim, c.mlp_dim, ("embed", "mlp"), dtype, bias=False) for _ in range(2))
+        return GatedMLP(gate, up, Linear.spec(c.mlp_dim, c.dim, ("mlp", "embed"), dtype, bias=False))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jax.nn.gelu(self.gate(x), approximate=True) * self.up(x)
+        return self.down(hidden.astype(self.down.weight.dtype))
+
+
+@module
+class Block:
+    norm1: RMSNorm
+    attention: SelfAttention
+    norm2: RMSNorm
+    mlp: GatedMLP
+
+    @staticmethod
+    def spec(c: T5Config, dtype):
+        norm1, norm2 = RMSNorm.spec(c.dim, c.eps), RMSNorm.spec(c.dim, c.eps)
+        return Block(norm1, SelfAttention.spec(c, dtype), norm2, GatedMLP.spec(c, dtype))
+
+    def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x), lengths, buckets)
+        return x + self.mlp(self.norm2(x))
+
+
+@module
+class T5Encoder:
+    token_embedding: Embedding
+    blocks: Block  # every leaf has a leading layer axis
+    norm: RMSNorm
+    config: T5Config = static()
+
+    @staticmethod
+    def spec(c: T5Config, dtype=jnp.bfloat16):
+        """Parameter descriptions; `dtype` is that of the matrices and the embedding, norms and position biases are
+        float32.
+        """
+        embedding = Embedding.spec(c.vocabulary, c.dim, dtype)
+        return T5Encoder(embedding, stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps), c)
+
+    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Token ids [B S] of which lengths [B] are real, to embeddings [B S D] float32 that are zero past the real ones.
+        """
+        x = self.token_embedding(ids)
+        buckets = jnp.asarray(relative_buckets(ids.shape[1], self.config.buckets, self.config.max_distance))
+        x, _ = jax.lax.scan(lambda x, block: (block(x, lengths, buckets), None), x, self.blocks)
+        real = jnp.arange(ids.shape[1]) < lengths[:, None]
+        return jnp.where(real[..., None], self.norm(x), 0.0)
+
+
+def relative_buckets(length: int, buckets: int, max_distance: int) -> np.ndarray:
+    """Bucket [length length] of each (query, key) distance: exact when near, logarithmic up to max_distance, one half
+    for keys ahead.
+    """
+    distance = np.arange(length)[None, :] - np.arange(length)[:, None]
+    half, exact = buckets // 2, buckets // 4
+    near = np.abs(distance)
+    # float32 as in the reference: at a bucket's edge the rounding decides
+    ratio = np.log(np.maximum(near, 1).astype(np.float32) / np.float32(exact)) / np.float32(
+        math.log(max_distance / exact)
+    )
+    far = exact + (ratio * np.float32(half - exact)).astype(np.int32)
+    return (np.where(distance > 0, half, 0) + np.where(near < exact, near, np.minimum(far, half - 1))).astype(np.int32)

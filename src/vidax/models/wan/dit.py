@@ -1,0 +1,230 @@
+"""The Wan 2.1 diffusion transformer.
+
+Unusual about this network: queries and keys are RMS-normalised over all heads together, not per head; the six
+    modulation vectors of a block are a learned table plus one projection of the timestep that all blocks share;
+    cross-attention reads the text without a mask, the padding being zero vectors; the timestep path, the modulation
+    and the head stay in float32, as in the official code.
+
+Source: Wan-Video/Wan2.1, wan/modules/model.py. Names of parameters follow that file where it has names.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, module, stack, standardize, static
+from vidax.nn import fan_in as normal_fan_in
+from vidax.ops.attention import attention
+from vidax.ops.rope import grid_table, rotate
+
+Rope = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """Architecture. Full-size values: official wan/configs, and tests/manifests for every tensor."""
+
+    dim: int
+    layers: int
+    heads: int
+    mlp_dim: int
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    frequency_dim: int = 256  # width of the sinusoidal timestep embedding
+    patch: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+
+    @property
+    def head_size(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def rope_channels(self) -> tuple[int, int, int]:
+        """Channels of a head that carry the frame, row and column position."""
+        spatial = 2 * (self.head_size // 6)
+        return self.head_size - 2 * spatial, spatial, spatial
+
+
+@module
+class MLP:
+    fc1: Linear
+    fc2: Linear
+    activation: str = static()
+
+    @staticmethod
+    def spec(
+        d_in: int,
+        hidden: int,
+        d_out: int,
+        dtype,
+        activation: str,
+        axes: tuple[str | None, str | None] = ("embed", "mlp"),
+    ):
+        fc1 = Linear.spec(d_in, hidden, axes, dtype)
+        return MLP(fc1, Linear.spec(hidden, d_out, (axes[1], "embed"), dtype), activation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = self.fc1(x)
+        hidden = jax.nn.gelu(hidden, approximate=True) if self.activation == "gelu_tanh" else jax.nn.silu(hidden)
+        return self.fc2(hidden.astype(self.fc2.weight.dtype))
+
+
+@module
+class Attention:
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    norm_q: RMSNorm
+    norm_k: RMSNorm
+    heads: int = static()
+
+    @staticmethod
+    def spec(c: DiTConfig, dtype):
+        def project():
+            return Linear.spec(c.dim, c.dim, ("embed", "heads"), dtype)
+
+        def norm():
+            return RMSNorm.spec(c.dim, c.eps, "heads")
+
+        o = Linear.spec(c.dim, c.dim, ("heads", "embed"), dtype)
+        return Attention(project(), project(), project(), o, norm(), norm(), c.heads)
+
+    def __call__(self, x: jax.Array, context: jax.Array, rope: Rope | None = None) -> jax.Array:
+        """x [B L D] attends to context [B S D]; positions only where a `rope` table is given."""
+        split = lambda t: rearrange(t, "b l (n k) -> b l n k", n=self.heads)  # noqa: E731
+        q, k, v = split(self.norm_q(self.q(x))), split(self.norm_k(self.k(context))), split(self.v(context))
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        dtype = self.q.weight.dtype
+        out = attention(q.astype(dtype), k.astype(dtype), v.astype(dtype))
+        return self.o(rearrange(out, "b l n k -> b l (n k)"))
+
+
+@module
+class Block:
+    modulation: Any  # [1 6 D]
+    self_attn: Attention
+    norm3: LayerNorm
+    cross_attn: Attention
+    ffn: MLP
+    eps: float = static()
+
+    @staticmethod
+    def spec(c: DiTConfig, dtype):
+        return Block(
+            modulation=Spec((1, 6, c.dim), (None, None, "embed"), jnp.float32, normal_fan_in(c.dim)),
+            self_attn=Attention.spec(c, dtype),
+            norm3=LayerNorm.spec(c.dim, c.eps),
+            cross_attn=Attention.spec(c, dtype),
+            ffn=MLP.spec(c.dim, c.mlp_dim, c.dim, dtype, "gelu_tanh"),
+            eps=c.eps,
+        )
+
+    def __call__(self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope) -> jax.Array:
+        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(self.modulation + modulation, 6, axis=1)
+        dtype = self.self_attn.q.weight.dtype
+        h = (standardize(x, self.eps) * (1 + scale1) + shift1).astype(dtype)
+        x = x + self.self_attn(h, h, rope) * gate1
+        x = x + self.cross_attn(self.norm3(x).astype(dtype), context)
+        h = (standardize(x, self.eps) * (1 + scale2) + shift2).astype(dtype)
+        return x + self.ffn(h) * gate2
+
+
+@module
+class Head:
+    modulation: Any  # [1 2 D]
+    head: Linear
+    eps: float = static()
+
+    @staticmethod
+    def spec(c: DiTConfig):
+        return Head(
+            modulation=Spec((1, 2, c.dim), (None, None, "embed"), jnp.float32, normal_fan_in(c.dim)),
+            head=Linear.spec(c.dim, math.prod(c.patch) * c.out_channels, ("embed", None), jnp.float32),
+            eps=c.eps,
+        )
+
+    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
+        shift, scale = jnp.split(self.modulation + time[:, None], 2, axis=1)
+        return self.head(standardize(x, self.eps) * (1 + scale) + shift)
+
+
+@module
+class DiT:
+    patch_embedding: Linear
+    text_embedding: MLP
+    time_embedding: MLP
+    time_projection: Linear
+    blocks: Block  # every leaf has a leading layer axis
+    head: Head
+    config: DiTConfig = static()
+
+    @staticmethod
+    def spec(c: DiTConfig, dtype=jnp.bfloat16):
+        """Parameter descriptions; `dtype` is that of the large matrices, the rest is float32."""
+        return DiT(
+            patch_embedding=Linear.spec(
+                math.prod(c.patch) * c.in_channels, c.dim, (None, "embed"), dtype, kernel=c.patch
+            ),
+            text_embedding=MLP.spec(c.text_dim, c.dim, c.dim, dtype, "gelu_tanh", (None, None)),
+            time_embedding=MLP.spec(c.frequency_dim, c.dim, c.dim, jnp.float32, "silu", (None, None)),
+            time_projection=Linear.spec(c.dim, 6 * c.dim, (None, "embed"), jnp.float32),
+            blocks=stack(Block.spec(c, dtype), c.layers),
+            head=Head.spec(c),
+            config=c,
+        )
+
+    def prepare(self, text: jax.Array) -> jax.Array:
+        """Text embeddings [B S text_dim] to context [B S D]: the same at every step of a sampling run."""
+        return self.text_embedding(text).astype(self.text_embedding.fc2.weight.dtype)
+
+    def embed(self, latents: jax.Array, timesteps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, Rope]:
+        """Latents [B F H W C] and timesteps [B] in 0..1000 to tokens [B L D], time [B D], modulation [B 6 D] and the
+        rope table.
+        """
+        c = self.config
+        pt, ph, pw = c.patch
+        patches = rearrange(latents, "b (f pt) (h ph) (w pw) c -> b f h w (c pt ph pw)", pt=pt, ph=ph, pw=pw)
+        x = rearrange(self.patch_embedding(patches), "b f h w d -> b (f h w) d")
+        time = self.time_embedding(sinusoid(timesteps, c.frequency_dim))
+        modulation = rearrange(self.time_projection(jax.nn.silu(time)), "b (six d) -> b six d", six=6)
+        return x, time, modulation, grid_table(patches.shape[1:4], c.rope_channels)
+
+    def decode(self, patches: jax.Array, grid: tuple[int, int, int]) -> jax.Array:
+        """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C]."""
+        (f, h, w), (pt, ph, pw) = grid, self.config.patch
+        return rearrange(
+            patches, "b (f h w) (pt ph pw c) -> b (f pt) (h ph) (w pw) c", f=f, h=h, w=w, pt=pt, ph=ph, pw=pw
+        )
+
+    def __call__(self, latents: jax.Array, timesteps: jax.Array, context: jax.Array) -> jax.Array:
+        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`."""
+        x, time, modulation, rope = self.embed(latents, timesteps)
+        x, _ = jax.lax.scan(lambda x, block: (block(x, modulation, context, rope), None), x, self.blocks)
+        grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
+        return self.decode(self.head(x, time), grid)
+
+
+def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:
+    """Sinusoidal embedding [B dim] of timesteps [B], cosines first (Vaswani et al. 2017)."""
+    frequencies = jnp.exp(-math.log(10000.0) * jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
+    angles = timesteps.astype(jnp.float32)[:, None] * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
+
+
+def step_flops(c: DiTConfig, tokens: int, text_tokens: int = 512) -> float:
+    """Floating-point operations of one pass over one sample: 2 per multiply-add of every matrix product, attention
+    included.
+    """
+    per_block = 2 * tokens * (6 * c.dim**2 + 2 * c.dim * c.mlp_dim)  # q k v o, cross q o, MLP
+    per_block += 2 * text_tokens * 2 * c.dim**2  # cross k v
+    per_block += 4 * tokens * (tokens + text_tokens) * c.dim  # scores and weighted sums
+    ends = 2 * tokens * c.dim * math.prod(c.patch) * (c.in_channels + c.out_channels)
+    return c.layers * per_block + ends + 2 * text_tokens * (c.text_dim + c.dim) * c.dim

@@ -1,0 +1,109 @@
+"""Where each parameter of a Wan model stands in the published checkpoints: the diffusers layout and the official one.
+
+A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the layer's number.
+Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules; transformers' modeling_umt5.py.
+"""
+
+from vidax.models.wan.vae import VAEConfig
+from vidax.weights.mapping import Mapping
+
+DIT_DIFFUSERS = Mapping(
+    renames=(
+        (r"^text_embedding\.fc(\d)", r"condition_embedder.text_embedder.linear_\1"),
+        (r"^time_embedding\.fc(\d)", r"condition_embedder.time_embedder.linear_\1"),
+        (r"^time_projection", "condition_embedder.time_proj"),
+        (r"^head\.modulation", "scale_shift_table"),
+        (r"^head\.head", "proj_out"),
+        (r"^blocks\.", "blocks.{}."),
+        (r"\.modulation$", ".scale_shift_table"),
+        (r"\.norm3\.", ".norm2."),  # diffusers numbers the norms by position, the official code by creation
+        (r"\.self_attn\.", ".attn1."),
+        (r"\.cross_attn\.", ".attn2."),
+        (r"\.([qkv])\.", r".to_\1."),
+        (r"\.o\.", ".to_out.0."),
+        (r"\.ffn\.fc1", ".ffn.net.0.proj"),
+        (r"\.ffn\.fc2", ".ffn.net.2"),
+    )
+)
+
+DIT_OFFICIAL = Mapping(
+    renames=(
+        (r"^time_projection", "time_projection.1"),
+        (r"^blocks\.", "blocks.{}."),
+        (r"\.fc1\.", ".0."),
+        (r"^(text_embedding|time_embedding)\.fc1", r"\1.0"),
+        (r"\.fc2\.", ".2."),
+    )
+)
+
+VAE_DIFFUSERS = Mapping(
+    renames=(
+        (r"^encoder\.quant_conv", "quant_conv"),
+        (r"^decoder\.post_quant_conv", "post_quant_conv"),
+        (r"\.out\.norm\.", ".norm_out."),
+        (r"\.out\.conv\.", ".conv_out."),
+        (r"\.conv\.", ".resample.1."),
+    )
+)
+
+
+def vae_official(c: VAEConfig) -> Mapping:
+    """The official decoder numbers its blocks in one flat list, so the mapping depends on their number per level."""
+    stride = c.blocks + 2  # residual blocks of a decoder level, and its upsampling
+    flat = [
+        (rf"^decoder\.up_blocks\.{level}\.resnets\.{i}\.", f"decoder.upsamples.{level * stride + i}.")
+        for level in range(len(c.multipliers))
+        for i in range(c.blocks + 1)
+    ]
+    flat += [
+        (rf"^decoder\.up_blocks\.{level}\.upsamplers\.0\.", f"decoder.upsamples.{level * stride + stride - 1}.")
+        for level in range(len(c.multipliers) - 1)
+    ]
+    return Mapping(
+        renames=(
+            (r"^encoder\.quant_conv", "conv1"),
+            (r"^decoder\.post_quant_conv", "conv2"),
+            (r"\.conv_in\.", ".conv1."),
+            (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+            (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+            (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+            (r"^encoder\.down_blocks\.", "encoder.downsamples."),
+            *flat,
+            (r"\.out\.norm\.", ".head.0."),
+            (r"\.out\.conv\.", ".head.2."),
+            (r"\.conv\.", ".resample.1."),
+            (r"\.conv_shortcut\.", ".shortcut."),
+            (r"(downsamples|upsamples|middle)\.(\d+)\.norm1\.", r"\1.\2.residual.0."),
+            (r"(downsamples|upsamples|middle)\.(\d+)\.conv1\.", r"\1.\2.residual.2."),
+            (r"(downsamples|upsamples|middle)\.(\d+)\.norm2\.", r"\1.\2.residual.3."),
+            (r"(downsamples|upsamples|middle)\.(\d+)\.conv2\.", r"\1.\2.residual.6."),
+        )
+    )
+
+
+UMT5_DIFFUSERS = Mapping(
+    renames=(
+        (r"^token_embedding", "shared"),
+        (r"^norm\.", "encoder.final_layer_norm."),
+        (r"^blocks\.", "encoder.block.{}."),
+        (r"\.norm1\.", ".layer.0.layer_norm."),
+        (r"\.attention\.relative_attention_bias$", ".layer.0.SelfAttention.relative_attention_bias.weight"),
+        (r"\.attention\.", ".layer.0.SelfAttention."),
+        (r"\.norm2\.", ".layer.1.layer_norm."),
+        (r"\.mlp\.gate\.", ".layer.1.DenseReluDense.wi_0."),
+        (r"\.mlp\.up\.", ".layer.1.DenseReluDense.wi_1."),
+        (r"\.mlp\.down\.", ".layer.1.DenseReluDense.wo."),
+    ),
+    skips=((r"^encoder\.embed_tokens\.weight$", "the same table as shared.weight"),),
+)
+
+UMT5_OFFICIAL = Mapping(
+    renames=(
+        (r"^blocks\.", "blocks.{}."),
+        (r"\.attention\.relative_attention_bias$", ".pos_embedding.embedding.weight"),
+        (r"\.attention\.", ".attn."),
+        (r"\.mlp\.gate\.", ".ffn.gate.0."),
+        (r"\.mlp\.up\.", ".ffn.fc1."),
+        (r"\.mlp\.down\.", ".ffn.fc2."),
+    )
+)

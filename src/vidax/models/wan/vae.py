@@ -1,0 +1,321 @@
+"""The Wan 2.1 causal video autoencoder: 4 x 8 x 8 compression, 16 latent channels.
+
+Unusual about this network: every convolution over time is causal, so a video is coded frame chunk by frame chunk,
+    and what a convolution needs of the past is an explicit cache that goes in and comes out. The first frame is coded
+    alone (1 + 4k frames give 1 + k latent frames): for it the temporal up- and downsampling does nothing, and their
+    convolutions see zeros in its place afterwards. Norms are RMS over channels. Everything is float32 at full
+    precision, as in the official code.
+
+Source: Wan-Video/Wan2.1, wan/modules/vae.py. Names of parameters follow diffusers' AutoencoderKLWan, whose layout
+    is the readable one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, repeat
+
+from vidax.nn import Linear, Spec, fan_in, module, ones, static, zeros
+from vidax.ops.attention import attention
+from vidax.ops.conv import conv3d
+
+Cache = Any  # a pytree of past frames; None before the first chunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VAEConfig:
+    """Architecture and latent statistics. Full-size values: official wan/modules/vae.py."""
+
+    base_dim: int = 96
+    latent_channels: int = 16
+    multipliers: tuple[int, ...] = (1, 2, 4, 4)
+    blocks: int = 2  # residual blocks of an encoder level; a decoder level has one more
+    time_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...]
+    latents_std: tuple[float, ...]
+
+    @property
+    def time_factor(self) -> int:
+        return 2 ** sum(self.time_downsample)
+
+    @property
+    def space_factor(self) -> int:
+        return 2 ** (len(self.multipliers) - 1)
+
+
+@module
+class Norm:
+    """RMS norm over channels; the epsilon guards the norm itself, not its square."""
+
+    gamma: Any  # [C]
+
+    @staticmethod
+    def spec(dim: int, trailing: int = 3):
+        return Norm(Spec((dim,), (None,), jnp.float32, ones, stored=(dim, *(1,) * trailing)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        length = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
+        return x / jnp.maximum(length, 1e-12) * (x.shape[-1] ** 0.5 * self.gamma)
+
+
+def _conv_weight(d_in: int, d_out: int, kernel: tuple[int, ...]) -> Spec:
+    """A convolution weight, channels last; PyTorch stores [out, in, *kernel]."""
+    rank, size = len(kernel), d_in
+    for k in kernel:
+        size *= k
+    shape, order = (*kernel, d_in, d_out), (*range(2, 2 + rank), 1, 0)
+    return Spec(shape, (None,) * (rank + 2), jnp.float32, fan_in(size), stored=(d_out, d_in, *kernel), transpose=order)
+
+
+@module
+class CausalConv3d:
+    weight: Any  # [kt kh kw in out]
+    bias: Any  # [out]
+
+    @staticmethod
+    def spec(d_in: int, d_out: int, kernel: tuple[int, int, int] = (3, 3, 3)):
+        return CausalConv3d(_conv_weight(d_in, d_out, kernel), Spec((d_out,), (None,), jnp.float32, zeros))
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """x [B F H W C] with the frames before it in `cache` (zeros if None); returns the result and the next cache."""
+        kt, kh, kw = self.weight.shape[:3]
+        past = jnp.zeros((x.shape[0], kt - 1, *x.shape[2:]), x.dtype) if cache is None else cache
+        x = jnp.concatenate([past, x], axis=1)
+        y = conv3d(x, self.weight, padding=((0, 0), (kh // 2, kh // 2), (kw // 2, kw // 2)))
+        return y + self.bias, x[:, x.shape[1] - (kt - 1) :]
+
+
+@module
+class Conv2d:
+    weight: Any  # [kh kw in out]
+    bias: Any  # [out]
+    stride: int = static()
+
+    @staticmethod
+    def spec(d_in: int, d_out: int, stride: int = 1):
+        return Conv2d(_conv_weight(d_in, d_out, (3, 3)), Spec((d_out,), (None,), jnp.float32, zeros), stride)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Frame by frame. At stride 2 the padding is on the bottom and right only."""
+        pad = (1, 1) if self.stride == 1 else (0, 1)
+        stride = (1, self.stride, self.stride)
+        return conv3d(x, self.weight[None], stride=stride, padding=((0, 0), pad, pad)) + self.bias
+
+
+@module
+class ResidualBlock:
+    norm1: Norm
+    conv1: CausalConv3d
+    norm2: Norm
+    conv2: CausalConv3d
+    conv_shortcut: Linear | None
+
+    @staticmethod
+    def spec(d_in: int, d_out: int):
+        shortcut = Linear.spec(d_in, d_out, (None, None), jnp.float32, kernel=(1, 1, 1)) if d_in != d_out else None
+        conv1, conv2 = CausalConv3d.spec(d_in, d_out), CausalConv3d.spec(d_out, d_out)
+        return ResidualBlock(Norm.spec(d_in), conv1, Norm.spec(d_out), conv2, shortcut)
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        past1, past2 = cache or (None, None)
+        h, past1 = self.conv1(jax.nn.silu(self.norm1(x)), past1)
+        h, past2 = self.conv2(jax.nn.silu(self.norm2(h)), past2)
+        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x)), (past1, past2)
+
+
+@module
+class AttentionBlock:
+    """Single-head attention among the pixels of one frame."""
+
+    norm: Norm
+    to_qkv: Linear
+    proj: Linear
+
+    @staticmethod
+    def spec(dim: int):
+        qkv = Linear.spec(dim, 3 * dim, (None, None), jnp.float32, kernel=(1, 1))
+        return AttentionBlock(Norm.spec(dim, 2), qkv, Linear.spec(dim, dim, (None, None), jnp.float32, kernel=(1, 1)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        b, f, h, w, _ = x.shape
+        qkv = rearrange(self.to_qkv(self.norm(x)), "b f h w (three c) -> three (b f) (h w) 1 c", three=3)
+        out = rearrange(attention(*qkv), "(b f) (h w) 1 c -> b f h w c", b=b, f=f, h=h, w=w)
+        return x + self.proj(out)
+
+
+@module
+class Downsample:
+    """Half the size in space, and with `time_conv` half the frames (all but the first of a video)."""
+
+    conv: Conv2d
+    time_conv: CausalConv3d | None
+
+    @staticmethod
+    def spec(dim: int, time: bool):
+        return Downsample(Conv2d.spec(dim, dim, stride=2), CausalConv3d.spec(dim, dim, (3, 1, 1)) if time else None)
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        x = self.conv(x)
+        if self.time_conv is None:
+            return x, None
+        if cache is None:
+            return x, x[:, -1:]
+        y = conv3d(jnp.concatenate([cache, x], 1), self.time_conv.weight, stride=(2, 1, 1), padding=((0, 0),) * 3)
+        return y + self.time_conv.bias, x[:, -1:]
+
+
+@module
+class Upsample:
+    """Twice the size in space at half the channels, and with `time_conv` twice the frames (all but the first of a
+    video).
+    """
+
+    conv: Conv2d
+    time_conv: CausalConv3d | None
+
+    @staticmethod
+    def spec(dim: int, time: bool):
+        return Upsample(Conv2d.spec(dim, dim // 2), CausalConv3d.spec(dim, 2 * dim, (3, 1, 1)) if time else None)
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        if self.time_conv is not None:
+            if cache is None:  # the first frame: no new frames, and none that later ones could see
+                cache = jnp.zeros((x.shape[0], 2, *x.shape[2:]), x.dtype)
+            else:
+                x, cache = self.time_conv(x, cache)
+                x = rearrange(x, "b f h w (two c) -> b (f two) h w c", two=2)
+        x = repeat(x, "b f h w c -> b f (h 2) (w 2) c")
+        return self.conv(x), cache
+
+
+@module
+class MidBlock:
+    resnets: tuple[ResidualBlock, ResidualBlock]
+    attentions: tuple[AttentionBlock]
+
+    @staticmethod
+    def spec(dim: int):
+        return MidBlock((ResidualBlock.spec(dim, dim), ResidualBlock.spec(dim, dim)), (AttentionBlock.spec(dim),))
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        past1, past2 = cache or (None, None)
+        x, past1 = self.resnets[0](x, past1)
+        x, past2 = self.resnets[1](self.attentions[0](x), past2)
+        return x, (past1, past2)
+
+
+def _chain(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
+    """Run layers of the form (x, cache) -> (x, cache) one after the other."""
+    after = []
+    for layer, cache in zip(layers, caches or (None,) * len(layers), strict=True):
+        x, cache = layer(x, cache)
+        after.append(cache)
+    return x, tuple(after)
+
+
+@module
+class UpBlock:
+    resnets: tuple[ResidualBlock, ...]
+    upsamplers: tuple[Upsample, ...]  # one or none
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        return _chain((*self.resnets, *self.upsamplers), x, cache)
+
+
+@module
+class Out:
+    """Norm, SiLU and the last convolution."""
+
+    norm: Norm
+    conv: CausalConv3d
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        return self.conv(jax.nn.silu(self.norm(x)), cache)
+
+
+@module
+class Encoder:
+    conv_in: CausalConv3d
+    down_blocks: tuple[ResidualBlock | Downsample, ...]
+    mid_block: MidBlock
+    out: Out
+    quant_conv: Linear
+    config: VAEConfig = static()
+
+    @staticmethod
+    def spec(c: VAEConfig):
+        dims = [c.base_dim * m for m in (1, *c.multipliers)]
+        layers: list = []
+        for level, (d_in, d_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+            layers += [ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks)]
+            if level < len(c.time_downsample):
+                layers.append(Downsample.spec(d_out, c.time_downsample[level]))
+        twice = 2 * c.latent_channels  # mean and log-variance
+        return Encoder(
+            conv_in=CausalConv3d.spec(3, dims[0]),
+            down_blocks=tuple(layers),
+            mid_block=MidBlock.spec(dims[-1]),
+            out=Out(Norm.spec(dims[-1]), CausalConv3d.spec(dims[-1], twice)),
+            quant_conv=Linear.spec(twice, twice, (None, None), jnp.float32, kernel=(1, 1, 1)),
+            config=c,
+        )
+
+    def __call__(self, frames: jax.Array, cache: Cache = None) -> tuple[jax.Array, Cache]:
+        """Frames [B F H W 3] in [-1, 1] to normalised latent means [B F' H/8 W/8 C].
+
+        The first chunk (no cache) is the first frame alone; every later one has a multiple of 4 frames.
+        """
+        x, cache = _chain((self.conv_in, *self.down_blocks, self.mid_block, self.out), frames, cache)
+        mean = self.quant_conv(x)[..., : self.config.latent_channels]
+        return (mean - jnp.asarray(self.config.latents_mean)) / jnp.asarray(self.config.latents_std), cache
+
+
+@module
+class Decoder:
+    post_quant_conv: Linear
+    conv_in: CausalConv3d
+    mid_block: MidBlock
+    up_blocks: tuple[UpBlock, ...]
+    out: Out
+    config: VAEConfig = static()
+
+    @staticmethod
+    def spec(c: VAEConfig):
+        dims = [c.base_dim * m for m in (c.multipliers[-1], *reversed(c.multipliers))]
+        time_upsample = c.time_downsample[::-1]
+        blocks = []
+        for level, (d_in, d_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+            d_in = d_in // 2 if level else d_in  # the upsampling before it halves the channels
+            resnets = tuple(ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks + 1))
+            up = (Upsample.spec(d_out, time_upsample[level]),) if level < len(time_upsample) else ()
+            blocks.append(UpBlock(resnets, up))
+        z = c.latent_channels
+        return Decoder(
+            post_quant_conv=Linear.spec(z, z, (None, None), jnp.float32, kernel=(1, 1, 1)),
+            conv_in=CausalConv3d.spec(z, dims[0]),
+            mid_block=MidBlock.spec(dims[0]),
+            up_blocks=tuple(blocks),
+            out=Out(Norm.spec(dims[-1]), CausalConv3d.spec(dims[-1], 3)),
+            config=c,
+        )
+
+    def __call__(self, latents: jax.Array, cache: Cache = None) -> tuple[jax.Array, Cache]:
+        """Normalised latents [B F H W C] to frames [B F' 8H 8W 3] in [-1, 1].
+
+        The first chunk (no cache) is one latent frame and gives one frame; every later latent frame gives four.
+        """
+        z = latents * jnp.asarray(self.config.latents_std) + jnp.asarray(self.config.latents_mean)
+        x, cache = _chain((self.conv_in, self.mid_block, *self.up_blocks, self.out), self.post_quant_conv(z), cache)
+        return jnp.clip(x, -1.0, 1.0), cache
+
+
+@module
+class VAE:
+    encoder: Encoder
+    decoder: Decoder
+
+    @staticmethod
+    def spec(c: VAEConfig):
+        return VAE(Encoder.spec(c), Decoder.spec(c))

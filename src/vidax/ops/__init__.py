@@ -1,0 +1,1 @@
+"""Operations that models share: attention, rotary positions, convolutions. No parameters live here."""

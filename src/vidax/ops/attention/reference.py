@@ -1,0 +1,21 @@
+"""The plain form of attention that every other implementation is tested against."""
+
+import jax
+import jax.numpy as jnp
+
+from vidax.ops.precision import precision_of
+
+MASKED = -1e30  # finite, so that a row whose keys are all masked gives a mean of the values and not NaN
+
+
+def reference(q, k, v, *, kv_lengths=None, bias=None, scale: float) -> jax.Array:
+    """See `vidax.ops.attention.attention`. Makes the whole [B N L S] score matrix."""
+    precision = precision_of(q.dtype)
+    scores = jnp.einsum("blnk,bsnk->bnls", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
+    if bias is not None:
+        scores = scores + bias
+    if kv_lengths is not None:
+        scores = jnp.where(jnp.arange(k.shape[1]) < kv_lengths[:, None, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bnls,bsnk->blnk", weights, v, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(v.dtype)

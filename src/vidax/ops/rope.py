@@ -1,0 +1,36 @@
+"""Rotary position embedding over a (frames, height, width) grid, pairs of adjacent channels (Su et al. 2021)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def axis_angles(positions: int, channels: int, theta: float = 10000.0) -> np.ndarray:
+    """Angles [positions, channels // 2] in float64: position times theta^(-2i/channels)."""
+    return np.outer(np.arange(positions), theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels))
+
+
+def grid_table(grid: tuple[int, int, int], channels: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [L, K] in float32 for every token of a grid, frames slowest; `channels` of each axis add up to K.
+
+    Both are repeated for the two channels of a pair, and sin carries the sign of the rotation, so that `rotate` is
+    two products and a sum. Angles are float64 on the host, one axis at a time; only the small per-axis tables become
+    constants of the program.
+    """
+    cos, sin = [], []
+    for axis, (size, width) in enumerate(zip(grid, channels, strict=True)):
+        angles = np.repeat(axis_angles(size, width), 2, axis=-1)
+        sign = np.tile([-1.0, 1.0], width // 2)
+        shape = tuple(size if i == axis else 1 for i in range(3))
+        for parts, table in ((cos, np.cos(angles)), (sin, np.sin(angles) * sign)):
+            table = jnp.asarray(table.astype(np.float32)).reshape(*shape, width)
+            parts.append(jnp.broadcast_to(table, (*grid, width)).reshape(-1, width))
+    return jnp.concatenate(cos, -1), jnp.concatenate(sin, -1)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate adjacent channel pairs of x [B L N K] by the angles of `grid_table`, in float32."""
+    x = x.astype(jnp.float32)
+    even = jnp.arange(x.shape[-1]) % 2 == 0
+    partner = jnp.where(even, jnp.roll(x, -1, -1), jnp.roll(x, 1, -1))
+    return x * cos[:, None] + partner * sin[:, None]

@@ -1,0 +1,120 @@
+"""What a run is sampled with: solver, sigma grid, steps and shift, from a model's card or from a checkpoint's `scheduler_config.json`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vidax.errors import UserError
+from vidax.sampling.schedules import TRAIN_TIMESTEPS, Grid, Schedule, make_schedule
+from vidax.sampling.solvers import Euler, Solver, SolverTable, UniPC
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """A sampler that exists can be run: the constructor raises `UserError` for what does not fit together.
+
+    shift: the flow shift; above 1 it spends more steps on noisy latents.
+    """
+
+    solver: Solver
+    grid: Grid
+    steps: int
+    shift: float
+
+    def __post_init__(self):
+        self.table()
+
+    def schedule(self) -> Schedule:
+        return make_schedule(self.grid, self.steps, self.shift)
+
+    def table(self) -> SolverTable:
+        return self.solver.table(self.schedule())
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One key of a `scheduler_config.json`: the value that diffusers takes when the file has none, and the values supported here."""
+
+    default: Any
+    supported: tuple[Any, ...]
+
+
+ANY = ()  # read below, which checks it
+
+UNIPC = {
+    "flow_shift": Setting(1.0, ANY),
+    "disable_corrector": Setting((), ANY),
+    "solver_order": Setting(2, (1, 2, 3)),
+    "solver_type": Setting("bh2", ("bh1", "bh2")),
+    "prediction_type": Setting("epsilon", ("flow_prediction",)),
+    "use_flow_sigmas": Setting(False, (True,)),
+    "num_train_timesteps": Setting(1000, (TRAIN_TIMESTEPS,)),
+    "predict_x0": Setting(True, (True,)),
+    "lower_order_final": Setting(True, (True,)),
+    "final_sigmas_type": Setting("zero", ("zero",)),
+    "thresholding": Setting(False, (False,)),
+    "solver_p": Setting(None, (None,)),
+    "use_karras_sigmas": Setting(False, (False,)),
+    "use_exponential_sigmas": Setting(False, (False,)),
+    "use_beta_sigmas": Setting(False, (False,)),
+    "use_dynamic_shifting": Setting(False, (False,)),
+    "shift_terminal": Setting(None, (None,)),
+}
+
+FLOW_MATCH_EULER = {
+    "shift": Setting(1.0, ANY),
+    "num_train_timesteps": Setting(1000, (TRAIN_TIMESTEPS,)),
+    "use_dynamic_shifting": Setting(False, (False,)),
+    "shift_terminal": Setting(None, (None,)),
+    "invert_sigmas": Setting(False, (False,)),
+    "stochastic_sampling": Setting(False, (False,)),
+    "use_karras_sigmas": Setting(False, (False,)),
+    "use_exponential_sigmas": Setting(False, (False,)),
+    "use_beta_sigmas": Setting(False, (False,)),
+}
+
+# Without effect under the settings supported above: they serve the diffusion (not flow) grids, thresholding, or dynamic shifting.
+UNUSED = frozenset(
+    "beta_start beta_end beta_schedule trained_betas rescale_betas_zero_snr timestep_spacing steps_offset sigma_min sigma_max "
+    "dynamic_thresholding_ratio sample_max_value time_shift_type base_shift max_shift base_image_seq_len max_image_seq_len".split()
+)
+
+
+def from_diffusers_config(config: Mapping[str, Any], *, steps: int, shift: float | None = None) -> Sampler:
+    """The sampler that diffusers 0.42.1 makes of a checkpoint's `scheduler_config.json`, with its sigma grid.
+
+    config: the parsed file. `shift` replaces the file's flow shift.
+
+    Raises `UserError` for every setting that would change the result and is not supported, also for one that is missing and whose default
+    in diffusers is not supported, and for settings that are unknown.
+    """
+    name = config.get("_class_name")
+    if name == "UniPCMultistepScheduler":
+        values = _read(name, config, UNIPC)
+        solver: Solver = UniPC(
+            order=values["solver_order"],
+            basis=values["solver_type"],
+            uncorrected_steps=tuple(values["disable_corrector"]),
+        )
+        return Sampler(solver=solver, grid="diffusers", steps=steps, shift=values["flow_shift"] if shift is None else shift)
+    if name == "FlowMatchEulerDiscreteScheduler":
+        values = _read(name, config, FLOW_MATCH_EULER)
+        return Sampler(solver=Euler(), grid="flow_match_euler", steps=steps, shift=values["shift"] if shift is None else shift)
+    raise UserError(
+        f"scheduler {name!r} is not supported: UniPCMultistepScheduler and FlowMatchEulerDiscreteScheduler are; "
+        "choose a solver and a sigma grid by name instead"
+    )
+
+
+def _read(name: str, config: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The value of each setting, all of them supported. Keys with a leading underscore are the file's notes about itself."""
+    for key in config:
+        if key not in settings and key not in UNUSED and not key.startswith("_"):
+            raise UserError(f"{name}: the setting {key} = {config[key]!r} is unknown; supported are {', '.join(sorted(settings))}")
+    values = {key: config.get(key, setting.default) for key, setting in settings.items()}
+    for key, setting in settings.items():
+        if setting.supported is not ANY and values[key] not in setting.supported:
+            source = "" if key in config else ", the default where the file has none,"
+            supported = " or ".join(repr(value) for value in setting.supported)
+            raise UserError(f"{name}: {key} = {values[key]!r}{source} is not supported: it must be {supported}")
+    return values

@@ -1,0 +1,101 @@
+"""Sigma grids of flow-matching models, made on the host.
+
+A noisy latent is `(1 - sigma) * clean + sigma * noise`, so sigma runs from about 1 (noise) to 0 (clean). The grids that people use for one
+and the same checkpoint differ by up to 7e-3 in sigma, which is visible in the result, so each is here under its own name.
+
+Values are computed in float64 and rounded to float32 exactly where the reference rounds. This matters next to sigma = 1: solvers use
+log(1 - sigma), and float32 rounding of 1 - 1e-6 changes that 1e-6 by one per cent.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import numpy as np
+
+from vidax.errors import UserError
+
+TRAIN_TIMESTEPS = 1000  # of every flow model here: the network's timestep is sigma * 1000
+
+Grid = Literal["official", "diffusers", "flow_match_euler"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The noise levels of one run.
+
+    sigmas:    [steps + 1], float64 holding float32 values, falling, the last is 0. Step i goes from sigmas[i] to sigmas[i + 1].
+    timesteps: [steps], float64, as given to the network at step i.
+    """
+
+    sigmas: np.ndarray
+    timesteps: np.ndarray
+
+    @property
+    def steps(self) -> int:
+        return len(self.timesteps)
+
+
+def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
+    """Move a grid towards the noisy end: shift * s / (1 + (shift - 1) * s) (Stable Diffusion 3, arXiv:2403.03206, section 5.3.2)."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def official(steps: int, shift: float) -> Schedule:
+    """The grid of Wan's own code: `steps` even intervals from 0.999 to 0, then shifted (Wan2.1, wan/utils/fm_solvers_unipc.py).
+
+    0.999 is the noisiest of the 1000 training levels, which that code holds in float32. Timesteps are cut to whole numbers.
+    """
+    noisiest = float(np.float32(1 - 1 / TRAIN_TIMESTEPS))
+    sigmas = shift_sigmas(np.linspace(noisiest, 0, steps + 1)[:-1], shift)
+    return _schedule(sigmas, np.trunc(sigmas * TRAIN_TIMESTEPS))
+
+
+def diffusers(steps: int, shift: float) -> Schedule:
+    """The grid of diffusers' `UniPCMultistepScheduler` with `use_flow_sigmas` (0.42.1), which its Wan pipelines use.
+
+    `steps` even intervals from 1 to 0.001 without the end, then shifted. A first sigma of 1 becomes 1 - 1e-6, because the solver takes
+    log(1 - sigma). Timesteps are cut to whole numbers (999.999 to 999).
+    """
+    sigmas = shift_sigmas(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift)
+    if abs(sigmas[0] - 1) < 1e-6:
+        sigmas[0] -= 1e-6
+    return _schedule(sigmas, np.trunc(sigmas * TRAIN_TIMESTEPS))
+
+
+def flow_match_euler(steps: int, shift: float) -> Schedule:
+    """The grid of diffusers' `FlowMatchEulerDiscreteScheduler` when it is asked for a number of steps (0.42.1).
+
+    That class shifts twice: once the range of training sigmas (in float32), and again the even grid between its ends, so the last
+    interval is far longer than in the other grids. Pipelines that pass their own sigmas avoid this. Timesteps keep their fractions.
+    """
+    ends = np.array([TRAIN_TIMESTEPS, 1], np.float32) / np.float32(TRAIN_TIMESTEPS)
+    ends = np.float32(shift) * ends / (1 + np.float32(shift - 1) * ends)
+    noisiest, cleanest = ends.astype(np.float64) * TRAIN_TIMESTEPS
+    sigmas = shift_sigmas(np.linspace(noisiest, cleanest, steps) / TRAIN_TIMESTEPS, shift)
+    return _schedule(sigmas, sigmas.astype(np.float32) * np.float32(TRAIN_TIMESTEPS))
+
+
+GRIDS: dict[Grid, Callable[[int, float], Schedule]] = {
+    "official": official,
+    "diffusers": diffusers,
+    "flow_match_euler": flow_match_euler,
+}
+assert tuple(GRIDS) == get_args(Grid)
+
+
+def make_schedule(grid: Grid, steps: int, shift: float) -> Schedule:
+    """The named grid. Raises `UserError` for an unknown grid, fewer than one step, or a shift that is not a positive number."""
+    if grid not in GRIDS:
+        raise UserError(f"sigma grid {grid!r} is unknown: choose one of {', '.join(GRIDS)}")
+    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+        raise UserError(f"{steps!r} steps: the number of steps is a whole number, 1 or more")
+    if isinstance(shift, bool) or not isinstance(shift, int | float | np.number) or not 0 < shift < np.inf:
+        raise UserError(f"flow shift {shift!r}: the shift is a number above 0; 1 leaves the sigmas as they are")
+    return GRIDS[grid](int(steps), float(shift))
+
+
+def _schedule(sigmas: np.ndarray, timesteps: np.ndarray) -> Schedule:
+    """Append the final 0 and round to the float32 values that solvers of the references see."""
+    sigmas = np.append(sigmas, 0.0).astype(np.float32).astype(np.float64)
+    return Schedule(sigmas=sigmas, timesteps=timesteps.astype(np.float64))
