@@ -10,14 +10,15 @@ def axis_angles(positions: int, channels: int, theta: float = 10000.0) -> np.nda
     return np.outer(np.arange(positions), theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels))
 
 
-def grid_table(grid: tuple[int, int, int], channels: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+def grid_table(grid: tuple[int, ...], channels: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """cos and sin [L, K] in float32 for every token of a grid, frames slowest; `channels` of each axis add up to K.
 
     Both are repeated for the two channels of a pair, and sin carries the sign of the rotation, so that `rotate` is
     two products and a sum. Angles are float64 on the host, one axis at a time; only the small per-axis tables become
     constants of the program.
     """
-    cos, sin = [], []
+    cos: list[jax.Array] = []
+    sin: list[jax.Array] = []
     for axis, (size, width) in enumerate(zip(grid, channels, strict=True)):
         angles = np.repeat(axis_angles(size, width), 2, axis=-1)
         sign = np.tile([-1.0, 1.0], width // 2)

@@ -1,2 +1,4 @@
-"""From noise to latents: sigma grids (`schedules`), solvers as tables of coefficients (`solvers`), both chosen in one frozen
-config (`sampler`), classifier-free guidance (`guidance`) and seeded noise (`noise`)."""
+"""From noise to latents: sigma grids, solvers as tables of coefficients, guidance and seeded noise.
+
+`sampler.Sampler` is the frozen config that chooses a solver (`solvers`) and a sigma grid (`schedules`).
+"""

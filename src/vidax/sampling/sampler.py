@@ -1,4 +1,4 @@
-"""What a run is sampled with: solver, sigma grid, steps and shift, from a model's card or from a checkpoint's `scheduler_config.json`."""
+"""The choice of solver, sigma grid, steps and shift, made by a model's card or by diffusers' `scheduler_config.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from vidax.sampling.solvers import Euler, Solver, SolverTable, UniPC
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A sampler that exists can be run: the constructor raises `UserError` for what does not fit together.
+    """A sampler that exists can be run: the constructor raises `UserError` for what is unknown or does not fit.
 
-    shift: the flow shift; above 1 it spends more steps on noisy latents.
+    shift: the flow shift; above 1 it spends more of the steps on noisy latents.
     """
 
     solver: Solver
@@ -31,21 +31,40 @@ class Sampler:
         return self.solver.table(self.schedule())
 
 
+def from_diffusers_config(config: Mapping[str, Any], *, steps: int, shift: float | None = None) -> Sampler:
+    """The sampler that diffusers 0.42.1 makes of a `scheduler_config.json`; `shift` replaces the file's flow shift.
+
+    Raises `UserError` for every setting that would change the result and is not supported, be it in the file or the
+    default where the file has none, and for settings that are unknown.
+    """
+    name = config.get("_class_name")
+    if name == "UniPCMultistepScheduler":
+        values = _read(config, UNIPC)
+        solver = UniPC(order=values["solver_order"], uncorrected_steps=tuple(values["disable_corrector"] or ()))
+        shift = values["flow_shift"] if shift is None else shift
+        return Sampler(solver=solver, grid="diffusers", steps=steps, shift=shift)
+    if name == "FlowMatchEulerDiscreteScheduler":
+        shift = _read(config, FLOW_MATCH_EULER)["shift"] if shift is None else shift
+        return Sampler(solver=Euler(), grid="flow_match_euler", steps=steps, shift=shift)
+    raise UserError(
+        f"scheduler {name!r} is not supported: choose a solver and a sigma grid by name, or use a checkpoint with "
+        "UniPCMultistepScheduler or FlowMatchEulerDiscreteScheduler"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of a `scheduler_config.json`: the value that diffusers takes when the file has none, and the values supported here."""
+    """A key of `scheduler_config.json`: diffusers' value where the file has none, and the values supported here."""
 
     default: Any
-    supported: tuple[Any, ...]
+    supported: tuple[Any, ...] | None = None  # None: the config that it goes into checks it
 
-
-ANY = ()  # read below, which checks it
 
 UNIPC = {
-    "flow_shift": Setting(1.0, ANY),
-    "disable_corrector": Setting((), ANY),
-    "solver_order": Setting(2, (1, 2, 3)),
-    "solver_type": Setting("bh2", ("bh1", "bh2")),
+    "flow_shift": Setting(1.0),
+    "disable_corrector": Setting(None),
+    "solver_order": Setting(2),
+    "solver_type": Setting("bh2", ("bh2",)),  # bh1 and a last sigma of 0 give NaN in diffusers
     "prediction_type": Setting("epsilon", ("flow_prediction",)),
     "use_flow_sigmas": Setting(False, (True,)),
     "num_train_timesteps": Setting(1000, (TRAIN_TIMESTEPS,)),
@@ -62,7 +81,7 @@ UNIPC = {
 }
 
 FLOW_MATCH_EULER = {
-    "shift": Setting(1.0, ANY),
+    "shift": Setting(1.0),
     "num_train_timesteps": Setting(1000, (TRAIN_TIMESTEPS,)),
     "use_dynamic_shifting": Setting(False, (False,)),
     "shift_terminal": Setting(None, (None,)),
@@ -73,48 +92,25 @@ FLOW_MATCH_EULER = {
     "use_beta_sigmas": Setting(False, (False,)),
 }
 
-# Without effect under the settings supported above: they serve the diffusion (not flow) grids, thresholding, or dynamic shifting.
-UNUSED = frozenset(
-    "beta_start beta_end beta_schedule trained_betas rescale_betas_zero_snr timestep_spacing steps_offset sigma_min sigma_max "
-    "dynamic_thresholding_ratio sample_max_value time_shift_type base_shift max_shift base_image_seq_len max_image_seq_len".split()
-)
+# Without effect under the settings above: they serve other grids, thresholding, or dynamic shifting.
+UNUSED = {
+    *("beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"),
+    *("timestep_spacing", "steps_offset", "sigma_min", "sigma_max"),
+    *("dynamic_thresholding_ratio", "sample_max_value"),
+    *("time_shift_type", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"),
+}
 
 
-def from_diffusers_config(config: Mapping[str, Any], *, steps: int, shift: float | None = None) -> Sampler:
-    """The sampler that diffusers 0.42.1 makes of a checkpoint's `scheduler_config.json`, with its sigma grid.
-
-    config: the parsed file. `shift` replaces the file's flow shift.
-
-    Raises `UserError` for every setting that would change the result and is not supported, also for one that is missing and whose default
-    in diffusers is not supported, and for settings that are unknown.
-    """
-    name = config.get("_class_name")
-    if name == "UniPCMultistepScheduler":
-        values = _read(name, config, UNIPC)
-        solver: Solver = UniPC(
-            order=values["solver_order"],
-            basis=values["solver_type"],
-            uncorrected_steps=tuple(values["disable_corrector"]),
-        )
-        return Sampler(solver=solver, grid="diffusers", steps=steps, shift=values["flow_shift"] if shift is None else shift)
-    if name == "FlowMatchEulerDiscreteScheduler":
-        values = _read(name, config, FLOW_MATCH_EULER)
-        return Sampler(solver=Euler(), grid="flow_match_euler", steps=steps, shift=values["shift"] if shift is None else shift)
-    raise UserError(
-        f"scheduler {name!r} is not supported: UniPCMultistepScheduler and FlowMatchEulerDiscreteScheduler are; "
-        "choose a solver and a sigma grid by name instead"
-    )
-
-
-def _read(name: str, config: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """The value of each setting, all of them supported. Keys with a leading underscore are the file's notes about itself."""
+def _read(config: Mapping[str, Any], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The value of each setting. Keys with a leading underscore are the file's notes about itself."""
+    name = config["_class_name"]
     for key in config:
         if key not in settings and key not in UNUSED and not key.startswith("_"):
-            raise UserError(f"{name}: the setting {key} = {config[key]!r} is unknown; supported are {', '.join(sorted(settings))}")
+            raise UserError(f"{name}: the setting {key} = {config[key]!r} is unknown; known are {', '.join(settings)}")
     values = {key: config.get(key, setting.default) for key, setting in settings.items()}
     for key, setting in settings.items():
-        if setting.supported is not ANY and values[key] not in setting.supported:
-            source = "" if key in config else ", the default where the file has none,"
+        if setting.supported is not None and values[key] not in setting.supported:
+            source = "" if key in config else " (diffusers' default; the file has none)"
             supported = " or ".join(repr(value) for value in setting.supported)
-            raise UserError(f"{name}: {key} = {values[key]!r}{source} is not supported: it must be {supported}")
+            raise UserError(f"{name}: {key} = {values[key]!r}{source} is not supported, only {supported} is")
     return values

@@ -1,15 +1,15 @@
 """Sigma grids of flow-matching models, made on the host.
 
-A noisy latent is `(1 - sigma) * clean + sigma * noise`, so sigma runs from about 1 (noise) to 0 (clean). The grids that people use for one
-and the same checkpoint differ by up to 7e-3 in sigma, which is visible in the result, so each is here under its own name.
+A noisy latent is (1 - sigma) * clean + sigma * noise, so sigma runs from about 1 (noise) to 0 (clean). The grids that
+people use for one and the same checkpoint differ by up to 7e-3 in sigma, which changes the video, so each has its name.
 
-Values are computed in float64 and rounded to float32 exactly where the reference rounds. This matters next to sigma = 1: solvers use
-log(1 - sigma), and float32 rounding of 1 - 1e-6 changes that 1e-6 by one per cent.
+Values are computed in float64 and rounded to float32 exactly where the reference rounds. This matters next to sigma 1:
+solvers take log(1 - sigma), and rounding 1 - 1e-6 to float32 changes its distance from 1 by one per cent.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ Grid = Literal["official", "diffusers", "flow_match_euler"]
 class Schedule:
     """The noise levels of one run.
 
-    sigmas:    [steps + 1], float64 holding float32 values, falling, the last is 0. Step i goes from sigmas[i] to sigmas[i + 1].
+    sigmas:    [steps + 1], float64 (of float32 values), falling to 0; step i goes from sigmas[i] to sigmas[i + 1].
     timesteps: [steps], float64, as given to the network at step i.
     """
 
@@ -37,14 +37,15 @@ class Schedule:
 
 
 def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Move a grid towards the noisy end: shift * s / (1 + (shift - 1) * s) (Stable Diffusion 3, arXiv:2403.03206, section 5.3.2)."""
+    """Move sigmas towards 1 (for shift > 1); 0 and 1 stay (arXiv:2403.03206, section 5.3.2)."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def official(steps: int, shift: float) -> Schedule:
-    """The grid of Wan's own code: `steps` even intervals from 0.999 to 0, then shifted (Wan2.1, wan/utils/fm_solvers_unipc.py).
+    """The grid of Wan's own code (Wan2.1, wan/utils/fm_solvers_unipc.py): even from 0.999 to 0, then shifted.
 
-    0.999 is the noisiest of the 1000 training levels, which that code holds in float32. Timesteps are cut to whole numbers.
+    0.999 is the noisiest of the 1000 training levels. That code holds it in float32, which decides some timesteps, as
+    they are cut to whole numbers: three steps with shift 1 give 999, 666, 333, not 999, 665, 332.
     """
     noisiest = float(np.float32(1 - 1 / TRAIN_TIMESTEPS))
     sigmas = shift_sigmas(np.linspace(noisiest, 0, steps + 1)[:-1], shift)
@@ -52,10 +53,10 @@ def official(steps: int, shift: float) -> Schedule:
 
 
 def diffusers(steps: int, shift: float) -> Schedule:
-    """The grid of diffusers' `UniPCMultistepScheduler` with `use_flow_sigmas` (0.42.1), which its Wan pipelines use.
+    """The grid of diffusers' `UniPCMultistepScheduler` with `use_flow_sigmas` (0.42.1), as in its Wan pipelines.
 
-    `steps` even intervals from 1 to 0.001 without the end, then shifted. A first sigma of 1 becomes 1 - 1e-6, because the solver takes
-    log(1 - sigma). Timesteps are cut to whole numbers (999.999 to 999).
+    Even from 1 to 0.001, without that end, then shifted. A first sigma of 1 becomes 1 - 1e-6, because the solver takes
+    log(1 - sigma). Timesteps are cut to whole numbers.
     """
     sigmas = shift_sigmas(np.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1)[:-1], shift)
     if abs(sigmas[0] - 1) < 1e-6:
@@ -64,10 +65,11 @@ def diffusers(steps: int, shift: float) -> Schedule:
 
 
 def flow_match_euler(steps: int, shift: float) -> Schedule:
-    """The grid of diffusers' `FlowMatchEulerDiscreteScheduler` when it is asked for a number of steps (0.42.1).
+    """The grid of diffusers' `FlowMatchEulerDiscreteScheduler` when asked for a number of steps (0.42.1).
 
-    That class shifts twice: once the range of training sigmas (in float32), and again the even grid between its ends, so the last
-    interval is far longer than in the other grids. Pipelines that pass their own sigmas avoid this. Timesteps keep their fractions.
+    That class shifts twice: first the ends of the training range, in float32, then the even grid between them. The last
+    sigma before 0 is therefore small, and the step before it long. Pipelines that pass sigmas of their own shift once.
+    Timesteps keep their fractions.
     """
     ends = np.array([TRAIN_TIMESTEPS, 1], np.float32) / np.float32(TRAIN_TIMESTEPS)
     ends = np.float32(shift) * ends / (1 + np.float32(shift - 1) * ends)
@@ -81,21 +83,20 @@ GRIDS: dict[Grid, Callable[[int, float], Schedule]] = {
     "diffusers": diffusers,
     "flow_match_euler": flow_match_euler,
 }
-assert tuple(GRIDS) == get_args(Grid)
 
 
 def make_schedule(grid: Grid, steps: int, shift: float) -> Schedule:
-    """The named grid. Raises `UserError` for an unknown grid, fewer than one step, or a shift that is not a positive number."""
+    """The named grid. Raises `UserError` for an unknown name, less than one step, or a shift that is not above 0."""
     if grid not in GRIDS:
         raise UserError(f"sigma grid {grid!r} is unknown: choose one of {', '.join(GRIDS)}")
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UserError(f"{steps!r} steps: the number of steps is a whole number, 1 or more")
-    if isinstance(shift, bool) or not isinstance(shift, int | float | np.number) or not 0 < shift < np.inf:
+    if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < np.inf:
         raise UserError(f"flow shift {shift!r}: the shift is a number above 0; 1 leaves the sigmas as they are")
-    return GRIDS[grid](int(steps), float(shift))
+    return GRIDS[grid](steps, float(shift))
 
 
 def _schedule(sigmas: np.ndarray, timesteps: np.ndarray) -> Schedule:
-    """Append the final 0 and round to the float32 values that solvers of the references see."""
+    """Append the final 0 and round to the float32 values that the references' solvers see."""
     sigmas = np.append(sigmas, 0.0).astype(np.float32).astype(np.float64)
     return Schedule(sigmas=sigmas, timesteps=timesteps.astype(np.float64))

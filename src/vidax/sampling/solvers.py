@@ -1,8 +1,8 @@
 """Solvers as tables of coefficients.
 
-Every solver here is linear in the sample and the predictions so far. A solver's config makes a `SolverTable` from a schedule, on the host
-in float64; `step` applies one row of it. A row is a handful of scalars, so the step index may be traced: one compiled program serves all
-steps and all solvers with the same number of past predictions.
+Every solver here is linear in the sample and the predictions so far. A solver's config makes a `SolverTable` from a
+schedule, on the host in float64; `step` applies one row of it on the device, in float32. A row is a handful of scalars,
+so the step index may be traced: one compiled program serves every step.
 
     table = UniPC(order=2).table(schedule)
     state = initial_state(table, noise)
@@ -11,20 +11,21 @@ steps and all solvers with the same number of past predictions.
         state = step(row, state, network(state.sample, row.timestep))
     latents = state.sample
 
-One step, with `clean` the network's prediction of the noise-free latents:
+One step, with `clean` the prediction of the noise-free latents and `past` those of earlier steps, newest first:
 
-    clean     = denoise . (sample, model output)
-    corrected = correct . (sample, last corrected sample, clean, earlier clean predictions, newest first)
-    sample    = advance . (corrected, clean, earlier clean predictions, newest first)
+    clean     = denoise . (sample, output of the network)
+    corrected = correct . (sample, previous corrected sample, clean, *past)
+    sample    = advance . (corrected, clean, *past)
 
-Only products with scalars and sums touch the latents, so any shape and any sharding passes through. Everything is float32 on the device.
-A solver that adds noise (DDIM with eta, ancestral DPM++) is one more column, the weight of fresh noise in `advance`; a network that
-predicts the noise or v changes `denoise`.
+Latents only meet scalars and each other elementwise, so any shape and any sharding passes through.
+
+Room to grow: a solver that adds noise (DDIM with eta, ancestral DPM++) is one more column, the weight of fresh noise in
+`advance`; a network that predicts the noise or v instead of the flow velocity fills `denoise` differently.
 """
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from vidax.sampling.schedules import Schedule
 
 @module
 class SolverTable:
-    """Coefficients of every step; with `past` earlier predictions. A row of it is the same class without the leading axis."""
+    """The coefficients of every step, float32; a row of it is the same class without the leading axis."""
 
     timestep: Any  # [steps], as given to the network
     denoise: Any  # [steps, 2]
@@ -50,6 +51,7 @@ class SolverTable:
 
     @property
     def past(self) -> int:
+        """How many earlier predictions the solver keeps."""
         return self.advance.shape[-1] - 2
 
     def row(self, i: jax.Array | int) -> "SolverTable":
@@ -59,21 +61,21 @@ class SolverTable:
 
 @module
 class SolverState:
-    """What a solver carries from step to step; every array has the shape of the latents and is float32."""
+    """What a solver carries from step to step: arrays of the latents' shape, float32, no two of them sharing memory."""
 
     sample: Any  # what the network sees next; after the last step, the result
-    corrected: Any  # the sample that the last step started from, after its correction
+    corrected: Any  # the corrected sample that the previous step started from
     past: tuple[Any, ...]  # clean predictions of earlier steps, newest first
 
 
-def initial_state(table: SolverTable, sample: jax.Array) -> SolverState:
-    """State before the first step. `sample` is the noise, any shape."""
+def initial_state(table: SolverTable, sample: jax.Array | np.ndarray) -> SolverState:
+    """State before the first step, from noise of any shape. Its rows give no weight to what is not there yet."""
     sample = jnp.asarray(sample, jnp.float32)
-    return SolverState(sample, sample, tuple(jnp.zeros_like(sample) for _ in range(table.past)))
+    return SolverState(sample, jnp.zeros_like(sample), tuple(jnp.zeros_like(sample) for _ in range(table.past)))
 
 
 def step(row: SolverTable, state: SolverState, output: jax.Array) -> SolverState:
-    """Apply one row of a table. `output` is the network's output for `state.sample` at `row.timestep`, in the shape of the sample."""
+    """Apply one row of a table to the network's output for `state.sample` at `row.timestep`."""
     clean = _combine(row.denoise, state.sample, output.astype(jnp.float32))
     corrected = _combine(row.correct, state.sample, state.corrected, clean, *state.past)
     sample = _combine(row.advance, corrected, clean, *state.past)
@@ -81,14 +83,17 @@ def step(row: SolverTable, state: SolverState, output: jax.Array) -> SolverState
 
 
 def _combine(weights: jax.Array, *terms: jax.Array) -> jax.Array:
-    """Sum of weight * term, written out: as a matrix product a TPU would round it to bfloat16."""
+    """Sum of weight * term, written out because a matrix product would round to bfloat16 on a TPU."""
     assert weights.shape == (len(terms),), (weights.shape, len(terms))
-    return sum((weights[k] * term for k, term in enumerate(terms[1:], 1)), start=weights[0] * terms[0])
+    total = weights[0] * terms[0]
+    for weight, term in zip(weights[1:], terms[1:], strict=True):
+        total = total + weight * term
+    return total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Euler:
-    """Euler's method on the flow: sample + (next sigma - sigma) * velocity, here written with the clean prediction."""
+    """Euler's method on the flow: sample + (next sigma - sigma) * velocity, written with the clean prediction."""
 
     def table(self, schedule: Schedule) -> SolverTable:
         """Coefficients for a network that predicts the flow velocity (noise - clean)."""
@@ -99,26 +104,26 @@ class Euler:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniPC:
-    """UniPC, a multistep predictor and corrector (arXiv:2302.04867), predicting clean latents, as in diffusers and in Wan's code.
+    """UniPC, a multistep predictor and corrector on clean predictions (arXiv:2302.04867), with B(h) = exp(h) - 1.
 
-    order:             of the predictor, 1 to 3; the corrector is one order higher. The first steps use what past there is, the last
-                       ones as many orders as there are steps left (`lower_order_final` in diffusers), because the step to sigma = 0 has no
-                       finite length in log(1 - sigma) - log(sigma).
-    basis:             B(h) of the paper: "bh2" is exp(h) - 1, "bh1" is h.
-    uncorrected_steps: step numbers whose result is taken as predicted (`disable_corrector` in diffusers).
+    As in diffusers' `UniPCMultistepScheduler` and Wan's `FlowUniPCMultistepScheduler`: the first steps use what past
+    there is, the last ones at most the order that equals the steps left, because the step to sigma 0 is infinitely long
+    in log(1 - sigma) - log(sigma), the solver's time.
 
-    Raises `UserError` for values outside these.
+    order:             1 to 3; the corrector makes the result accurate to one order more.
+    uncorrected_steps: numbers of steps whose result is kept as predicted (`disable_corrector` in diffusers).
+
+    Raises `UserError` for other values.
     """
 
     order: int = 2
-    basis: Literal["bh1", "bh2"] = "bh2"
     uncorrected_steps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.order not in (1, 2, 3):
             raise UserError(f"UniPC of order {self.order!r}: orders 1, 2 and 3 are supported")
-        if self.basis not in ("bh1", "bh2"):
-            raise UserError(f"UniPC with basis {self.basis!r}: bh1 and bh2 are supported")
+        if not all(isinstance(number, int) and number >= 0 for number in self.uncorrected_steps):
+            raise UserError(f"UniPC without correction of steps {self.uncorrected_steps!r}: steps are counted from 0")
 
     def table(self, schedule: Schedule) -> SolverTable:
         """Coefficients for a network that predicts the flow velocity (noise - clean).
@@ -131,17 +136,17 @@ class UniPC:
                 "choose the official or the diffusers sigma grid, or the Euler solver"
             )
         steps = schedule.steps
+        orders = [min(self.order, i + 1, steps - i) for i in range(steps)]
         correct = np.zeros((steps, 3 + self.order))
         advance = np.zeros((steps, 2 + self.order))
-        orders = [min(self.order, i + 1, steps - i) for i in range(steps)]
         for i, order in enumerate(orders):
             if i == 0 or i - 1 in self.uncorrected_steps:
                 correct[i, 0] = 1
             else:
-                weights = _unipc_weights(schedule.sigmas, i - 1, orders[i - 1], self.basis, end_known=True)
-                correct[i, 1 : 1 + len(weights)] = weights
-            start, _, *cleans = _unipc_weights(schedule.sigmas, i, order, self.basis, end_known=False)
-            advance[i, : 1 + order] = start, *cleans
+                corrector = _unipc_weights(schedule.sigmas, i - 1, orders[i - 1], end_known=True)
+                correct[i, 1 : 1 + len(corrector)] = corrector
+            predictor = np.delete(_unipc_weights(schedule.sigmas, i, order, end_known=False), 1)
+            advance[i, : len(predictor)] = predictor
         return _flow_table(schedule, correct, advance)
 
 
@@ -149,47 +154,48 @@ Solver = Euler | UniPC
 
 
 def _flow_table(schedule: Schedule, correct: np.ndarray, advance: np.ndarray) -> SolverTable:
-    """Round to float32, with the flow's clean prediction: sample - sigma * velocity."""
+    """Round to float32; the clean prediction of a flow is sample - sigma * velocity."""
     denoise = np.stack([np.ones(schedule.steps), -schedule.sigmas[:-1]], axis=1)
-    return SolverTable(*(column.astype(np.float32) for column in (schedule.timesteps, denoise, correct, advance)))
+    return SolverTable(*(columns.astype(np.float32) for columns in (schedule.timesteps, denoise, correct, advance)))
 
 
-def _unipc_weights(sigmas: np.ndarray, i: int, order: int, basis: str, *, end_known: bool) -> np.ndarray:
-    """The sample at sigmas[i + 1] as weights [2 + order] over (sample at i, clean at i + 1, clean at i, at i - 1, ...).
+def _unipc_weights(sigmas: np.ndarray, i: int, order: int, *, end_known: bool) -> np.ndarray:
+    """Weights [2 + order] that give the sample at i + 1 from (sample at i, clean at i + 1, clean at i, at i - 1, ...).
 
-    With `end_known` this is the corrector, otherwise the predictor, whose weight for the clean prediction at i + 1 is 0.
-    Both add to the first-order update a sum over divided differences to the clean prediction at i (arXiv:2302.04867, equations 3, 9).
+    Corrector if `end_known`, otherwise predictor, which gives no weight to clean at i + 1. Both are the first-order
+    step plus a weighted sum of differences from clean at i, divided by their distance in the solver's time
+    (arXiv:2302.04867, section 3 and appendix on data prediction).
     """
     start, end = sigmas[i], sigmas[i + 1]
     weights = np.zeros(2 + order)
     weights[0] = end / start
     weights[2] = 1 - end / start
-    if order == 1 and not end_known:
+    differences = [1, *range(3, 2 + order)] if end_known else [*range(3, 2 + order)]
+    if not differences:
         return weights
 
-    levels = sigmas[i + 1 - order : i + 2][::-1]  # at i + 1, i, i - 1, ...
+    levels = sigmas[i + 1 - order : i + 2][::-1]  # at i + 1, i, i - 1, ...: weights[k] belongs to levels[k - 1]
     times = np.log1p(-levels) - np.log(levels)
-    interval = times[0] - times[1]
-    columns = np.array(([1] if end_known else []) + list(range(3, 2 + order)))  # of the predictions whose differences count
-    nodes = (times[columns - 1] - times[1]) / interval
-    scale = np.expm1(-interval) if basis == "bh2" else -interval
-    gains = -(1 - end) * scale * _node_weights(nodes, interval, scale) / nodes
-    weights[columns] += gains
+    length = times[0] - times[1]
+    distances = (times[np.array(differences) - 1] - times[1]) / length
+    gains = -(1 - end) * np.expm1(-length) * _difference_weights(distances, length) / distances
+    weights[differences] += gains
     weights[2] -= gains.sum()
     return weights
 
 
-def _node_weights(nodes: np.ndarray, interval: float, scale: float) -> np.ndarray:
-    """Weights of the differences at `nodes`, which make the update exact for polynomials of as high a degree as there are nodes.
+def _difference_weights(distances: np.ndarray, length: float) -> np.ndarray:
+    """Weights of the divided differences at `distances`, in units of the step, for a step of this length.
 
-    With a single node the references use 1/2, its limit for short intervals, instead of solving.
+    With n differences they make the step exact for clean predictions that are polynomials of degree n in the solver's
+    time. For a single one the references take 1/2, the limit for short steps.
     """
-    if len(nodes) == 1:
+    if len(distances) == 1:
         return np.array([0.5])
-    phi = np.expm1(-interval) / -interval
+    first = phi = np.expm1(-length) / -length
     moments = []
-    for j in range(1, len(nodes) + 1):
-        phi = (phi - 1 / math.factorial(j)) / -interval
-        moments.append(phi * -interval * math.factorial(j) / scale)
-    powers = np.arange(len(nodes))[:, None]
-    return np.linalg.solve(nodes**powers, np.array(moments))
+    for degree in range(1, len(distances) + 1):
+        phi = (phi - 1 / math.factorial(degree)) / -length  # the functions of exponential integrators
+        moments.append(math.factorial(degree) * phi / first)
+    powers = np.arange(len(distances))[:, None]
+    return np.linalg.solve(distances**powers, np.array(moments))

@@ -1,4 +1,4 @@
-"""The UMT5 text encoder (Chung et al. 2023), a T5 v1.1 encoder whose every layer has its own table of relative position biases.
+"""The UMT5 text encoder (Chung et al. 2023): a T5 v1.1 encoder with a position bias table in every layer.
 
 Unusual about this network: attention scores are not scaled by the head size; there are no biases; padding is
     masked as keys.
@@ -112,8 +112,7 @@ class T5Encoder:
         return T5Encoder(embedding, stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps), c)
 
     def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Token ids [B S] of which lengths [B] are real, to embeddings [B S D] float32 that are zero past the real ones.
-        """
+        """Token ids [B S] of which lengths [B] are real, to embeddings [B S D] float32 that are zero past the real ones."""
         x = self.token_embedding(ids)
         buckets = jnp.asarray(relative_buckets(ids.shape[1], self.config.buckets, self.config.max_distance))
         x, _ = jax.lax.scan(lambda x, block: (block(x, lengths, buckets), None), x, self.blocks)
@@ -122,8 +121,9 @@ class T5Encoder:
 
 
 def relative_buckets(length: int, buckets: int, max_distance: int) -> np.ndarray:
-    """Bucket [length length] of each (query, key) distance: exact when near, logarithmic up to max_distance, one half
-    for keys ahead.
+    """Bucket [length length] of each (query, key) distance: exact when near, logarithmic up to max_distance.
+
+    The upper half of the buckets is for keys ahead of the query.
     """
     distance = np.arange(length)[None, :] - np.arange(length)[:, None]
     half, exact = buckets // 2, buckets // 4

@@ -197,7 +197,7 @@ class DiT:
         modulation = rearrange(self.time_projection(jax.nn.silu(time)), "b (six d) -> b six d", six=6)
         return x, time, modulation, grid_table(patches.shape[1:4], c.rope_channels)
 
-    def decode(self, patches: jax.Array, grid: tuple[int, int, int]) -> jax.Array:
+    def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
         """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C]."""
         (f, h, w), (pt, ph, pw) = grid, self.config.patch
         return rearrange(

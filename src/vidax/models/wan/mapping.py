@@ -1,7 +1,9 @@
 """Where each parameter of a Wan model stands in the published checkpoints: the diffusers layout and the official one.
 
-A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the layer's number.
-Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules; transformers' modeling_umt5.py.
+A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
+layer's number.
+Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules; transformers'
+    modeling_umt5.py.
 """
 
 from vidax.models.wan.vae import VAEConfig
@@ -45,6 +47,8 @@ VAE_DIFFUSERS = Mapping(
         (r"\.conv\.", ".resample.1."),
     )
 )
+
+ENCODER_UNUSED = ((r"^(encoder|quant_conv)\.", "only decoding is needed"),)
 
 
 def vae_official(c: VAEConfig) -> Mapping:
@@ -94,7 +98,7 @@ UMT5_DIFFUSERS = Mapping(
         (r"\.mlp\.up\.", ".layer.1.DenseReluDense.wi_1."),
         (r"\.mlp\.down\.", ".layer.1.DenseReluDense.wo."),
     ),
-    skips=((r"^encoder\.embed_tokens\.weight$", "the same table as shared.weight"),),
+    aliases=(("shared.weight", "encoder.embed_tokens.weight"),),
 )
 
 UMT5_OFFICIAL = Mapping(

@@ -11,6 +11,7 @@ Source: Wan-Video/Wan2.1, wan/modules/vae.py. Names of parameters follow diffuse
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -248,7 +249,7 @@ class Encoder:
     def spec(c: VAEConfig):
         dims = [c.base_dim * m for m in (1, *c.multipliers)]
         layers: list = []
-        for level, (d_in, d_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+        for level, (d_in, d_out) in enumerate(itertools.pairwise(dims)):
             layers += [ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks)]
             if level < len(c.time_downsample):
                 layers.append(Downsample.spec(d_out, c.time_downsample[level]))
@@ -286,7 +287,7 @@ class Decoder:
         dims = [c.base_dim * m for m in (c.multipliers[-1], *reversed(c.multipliers))]
         time_upsample = c.time_downsample[::-1]
         blocks = []
-        for level, (d_in, d_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+        for level, (d_in, d_out) in enumerate(itertools.pairwise(dims)):
             d_in = d_in // 2 if level else d_in  # the upsampling before it halves the channels
             resnets = tuple(ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks + 1))
             up = (Upsample.spec(d_out, time_upsample[level]),) if level < len(time_upsample) else ()
@@ -313,7 +314,7 @@ class Decoder:
 
 @module
 class VAE:
-    encoder: Encoder
+    encoder: Encoder | None  # None where only decoding is needed
     decoder: Decoder
 
     @staticmethod

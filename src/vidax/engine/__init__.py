@@ -1,0 +1,1 @@
+"""From a request to frames: what is asked for (`request`), and the phases that make it (`engine`)."""

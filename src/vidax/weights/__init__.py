@@ -1,0 +1,8 @@
+"""Published checkpoints to trees of arrays: open files, match their names with ours, read what each device needs."""
+
+from vidax.weights.diffusers_folder import Folder
+from vidax.weights.files import Checkpoint, Tensor, open_checkpoint
+from vidax.weights.load import load
+from vidax.weights.mapping import Mapping, check_names, checkpoint_names
+
+__all__ = ["Checkpoint", "Folder", "Mapping", "Tensor", "check_names", "checkpoint_names", "load", "open_checkpoint"]
