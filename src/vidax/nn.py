@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from vidax.ops.precision import precision_of
 
-
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
@@ -76,8 +75,7 @@ def map_specs(fn: Callable[[Spec], Any], tree):
 
 
 def stack(tree, layers: int):
-    """Describe `layers` copies of a module held as one: every Spec gains a leading "layers" axis, for `jax.lax.scan`.
-    """
+    """Describe `layers` copies of a module held as one, for `jax.lax.scan`: every Spec gains a first axis "layers"."""
 
     def stacked(s: Spec) -> Spec:
         return dataclasses.replace(s, shape=(layers, *s.shape), axes=("layers", *s.axes), stored=s.stored_shape)

@@ -18,13 +18,11 @@ from vidax.engine.request import Request, resolve
 from vidax.errors import UserError
 from vidax.media.files import write_json
 from vidax.media.output import open_writer, to_uint8
-from vidax.models.registry import Card, card_for, card_named, embedded_folder
-from vidax.models.wan import pipeline
-from vidax.models.wan.pipeline import Part, WanModel
+from vidax.models.interface import Model, Part
+from vidax.models.registry import Card, card_for, card_named, embedded_folder, open_model
 from vidax.nn import parameter_bytes
 from vidax.ops.attention import choose
 from vidax.sampling.noise import normal
-from vidax.weights import Folder
 from vidax.weights import load as load_weights
 
 DTYPES = ("bfloat16", "float32")
@@ -71,7 +69,7 @@ class Result:
 class Engine:
     """A model ready to generate. Weights are loaded phase by phase, when a request runs."""
 
-    def __init__(self, card: Card, model: WanModel, *, dtype: str = "bfloat16"):
+    def __init__(self, card: Card, model: Model, *, dtype: str = "bfloat16"):
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         self.card, self.model, self.dtype = card, model, dtype
@@ -99,12 +97,10 @@ class Engine:
         dtype = jnp.dtype(self.dtype)
 
         prompts = [request.prompt, request.negative_prompt] if request.guided else [request.prompt]
-        tokens = self.model.tokenizer().encode(prompts, self.model.text_tokens)
-        metadata["prompt_truncated"] = tokens.truncated[0]
         encoder = self.load("text encoder", self.model.text_encoder(dtype), timings, progress)
         with phase("encode text", len(prompts), timings, progress):
-            text = pipeline.encode_text(encoder, jnp.asarray(tokens.ids), jnp.asarray(tokens.lengths))
-            text.block_until_ready()
+            text = self.model.encode_text(encoder, prompts)
+        metadata["prompt_truncated"] = text.truncated[0]
         del encoder
 
         sampler = request.sampler
@@ -113,13 +109,13 @@ class Engine:
         guidance_scale = request.guidance_scale if request.guided else None
         dit = self.load("transformer", self.model.transformer(dtype), timings, progress)
         with phase("denoise", sampler.steps, timings, progress) as advance:
-            latents = pipeline.denoise(dit, sampler.table(), noise, text, guidance_scale, advance)
+            latents = self.model.denoise(dit, sampler.table(), noise, text.embeddings, guidance_scale, advance)
         del dit
 
         vae = self.load("decoder", self.model.decoder(), timings, progress)
         with phase("decode", request.frames, timings, progress) as advance:
             done = 0
-            for frames in pipeline.decode(vae.decoder, latents, frames_dtype):
+            for frames in self.model.decode(vae, latents, frames_dtype):
                 yield frames[0]
                 done += frames.shape[1]
                 advance(done)
@@ -131,9 +127,8 @@ class Engine:
 
     def describe(self, request: Request) -> dict[str, Any]:
         """Everything needed to make the same video again, and what it was made with."""
-        f, h, w, _ = self.model.latent_shape(request.width, request.height, request.frames)
-        tokens = f * h * w // (self.model.dit.patch[1] * self.model.dit.patch[2])
-        shape = (2 if request.guided else 1, tokens, self.model.dit.heads, self.model.dit.head_size)
+        length, heads, size = self.model.attention_shape(request.width, request.height, request.frames)
+        shape = (2 if request.guided else 1, length, heads, size)
         attention = choose(shape, shape)
         return {
             "model": self.card.name,
@@ -163,15 +158,15 @@ def load(model: str | os.PathLike = "demo", *, dtype: str = "bfloat16") -> Engin
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
     """
     if Path(model).is_dir():
-        opened = WanModel.open(Folder(Path(model)))
-        return Engine(card_for(opened.dit, Path(model).resolve().name), opened, dtype=dtype)
+        opened = open_model(model)
+        return Engine(card_for(opened, Path(model).resolve().name), opened, dtype=dtype)
     card = card_named(str(model))
     if card.embedded is None:
         raise UserError(
             f"{card.name}: its weights do not ship with vidax; "
             f"download the repository {card.repository}-Diffusers and give its folder as the model"
         )
-    return Engine(card, WanModel.open(Folder(embedded_folder(card))), dtype=dtype)
+    return Engine(card, open_model(embedded_folder(card)), dtype=dtype)
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

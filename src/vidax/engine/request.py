@@ -5,8 +5,8 @@ import secrets
 from typing import Any, get_args
 
 from vidax.errors import UserError
+from vidax.models.interface import Model
 from vidax.models.registry import Card
-from vidax.models.wan.pipeline import WanModel
 from vidax.sampling.noise import Kind
 from vidax.sampling.sampler import Sampler, from_diffusers_config
 from vidax.sampling.solvers import Euler, UniPC
@@ -59,7 +59,7 @@ def solver_name(sampler: Sampler) -> str:
 
 def resolve(
     card: Card,
-    model: WanModel,
+    model: Model,
     prompt: str,
     *,
     negative_prompt: str | None = None,
@@ -134,9 +134,7 @@ def check_frames(frames: int, multiple: int) -> None:
         raise UserError(f"{frames} frames: this model takes {multiple}k+1; {near}")
 
 
-def make_sampler(
-    card: Card, model: WanModel, pick, steps: int | None, shift: float | None, solver: str | None
-) -> Sampler:
+def make_sampler(card: Card, model: Model, pick, steps: int | None, shift: float | None, solver: str | None) -> Sampler:
     """The folder's scheduler, with what the request changes about it. Another solver keeps the folder's sigma grid and
     shift.
     """

@@ -2,11 +2,17 @@
 
 import dataclasses
 import difflib
+import os
+from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 
 from vidax.errors import UserError
+from vidax.models.interface import Model
 from vidax.models.wan import config as wan
 from vidax.models.wan.dit import DiTConfig
+from vidax.models.wan.pipeline import WanModel
+from vidax.weights import Folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,9 @@ WAN21_T2V_1_3B = dataclasses.replace(
 CARDS = {card.name: card for card in (DEMO, WAN21_T2V_1_3B, WAN21_T2V_14B)}
 
 
+# The class of the pipeline in model_index.json, and what opens its folder.
+FAMILIES: dict[str, Callable[[Folder], Model]] = {"WanPipeline": WanModel.open}
+
 # For a folder whose network is none of these: what diffusers' WanPipeline takes where nothing is said.
 UNNAMED = dataclasses.replace(
     WAN21_T2V_14B,
@@ -104,10 +113,18 @@ UNNAMED = dataclasses.replace(
 )
 
 
-def card_for(dit: DiTConfig, name: str) -> Card:
+def open_model(path: str | os.PathLike) -> Model:
+    """The model in a diffusers folder, of the family that its pipeline's class belongs to."""
+    folder = Folder(Path(path))
+    if folder.pipeline not in FAMILIES:
+        raise UserError(f"{folder.path}: holds a {folder.pipeline}; vidax runs {', '.join(FAMILIES)}")
+    return FAMILIES[folder.pipeline](folder)
+
+
+def card_for(model: Model, name: str) -> Card:
     """The card of the model that has this network; for an unknown one, diffusers' defaults under the given name."""
-    known = next((card for card in CARDS.values() if card.dit == dit), None)
-    return known or dataclasses.replace(UNNAMED, name=name, dit=dit)
+    known = next((card for card in CARDS.values() if card.dit == model.dit), None)
+    return known or dataclasses.replace(UNNAMED, name=name, dit=model.dit)
 
 
 def card_named(name: str) -> Card:

@@ -1,4 +1,4 @@
-"""The choice of solver, sigma grid, steps and shift, made by a model's card or by diffusers' `scheduler_config.json`."""
+"""The choice of solver, sigma grid, steps and shift, by a model's card or by diffusers' `scheduler_config.json`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -5,6 +5,7 @@ before the next one is read.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -70,13 +71,20 @@ def reader(spec: Spec, tensors: list[Tensor]) -> Callable[[Index | None], np.nda
 
 
 def read_slice(spec: Spec, tensors: list[Tensor], ranges: tuple[range, ...]) -> np.ndarray:
-    """The part of a parameter that `ranges` (one per axis of our shape) covers; other layers are not touched."""
+    """The part of a parameter that `ranges` (one per axis of our shape) covers; other layers are not touched.
+
+    Layers are copied side by side: numpy lets go of the interpreter meanwhile, and one thread would wait for each page.
+    """
     out = np.empty([len(part) for part in ranges], spec.dtype)
     inner = tuple(slice(part.start, part.stop) for part in ranges[spec.stacked :])
     layers = ranges[0] if spec.stacked else range(1)
     rows = out if spec.stacked else out[None]
-    for row, layer in enumerate(layers):
-        copy(rows[row, ...], in_our_shape(spec, tensors[layer].view())[inner])
+
+    def fill(row: int) -> None:
+        copy(rows[row, ...], in_our_shape(spec, tensors[layers[row]].view())[inner])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(len(layers))))  # the list is for exceptions
     return out
 
 
@@ -90,7 +98,7 @@ def in_our_shape(spec: Spec, stored: np.ndarray) -> np.ndarray:
 def copy(out: np.ndarray, values: np.ndarray) -> None:
     """`out[...] = values` with a cast (to nearest, ties to even), by blocks that stay in cache.
 
-    In one go numpy walks a transposed `values` against the grain: three to four times slower for a 5120 x 13824 kernel.
+    In one go numpy walks a transposed `values` against the grain, up to four times slower for a 5120 x 5120 kernel.
     """
     out, values = np.atleast_1d(out), np.atleast_1d(values)
     for start in range(0, len(out), ROWS):

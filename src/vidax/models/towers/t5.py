@@ -112,7 +112,7 @@ class T5Encoder:
         return T5Encoder(embedding, stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps), c)
 
     def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Token ids [B S] of which lengths [B] are real, to embeddings [B S D] float32 that are zero past the real ones."""
+        """Token ids [B S], of which lengths [B] are real, to embeddings [B S D] float32, zero past the real ones."""
         x = self.token_embedding(ids)
         buckets = jnp.asarray(relative_buckets(ids.shape[1], self.config.buckets, self.config.max_distance))
         x, _ = jax.lax.scan(lambda x, block: (block(x, lengths, buckets), None), x, self.blocks)
