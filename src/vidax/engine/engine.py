@@ -48,7 +48,7 @@ class Silent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """A video: frames [F H W 3], float32 in [0, 1] or uint8, frames per second, and every setting, version and timing."""
+    """A video: frames [F H W 3], float32 in [0, 1] or uint8, frames per second, every setting, version and timing."""
 
     frames: np.ndarray
     fps: int
@@ -90,7 +90,7 @@ class Engine:
     def run(
         self, request: Request, frames_dtype: str, metadata: dict[str, Any], progress: Progress | None = None
     ) -> Iterator[np.ndarray]:
-        """Frames [f H W 3] of a request, as they are decoded. `metadata` is filled on the way and complete at the end."""
+        """Frames [f H W 3] of a request, as they are decoded. `metadata` fills up and is complete at the end."""
         progress = progress or Silent()
         timings: dict[str, float] = {}
         metadata |= self.describe(request) | {"timings_seconds": timings}

@@ -1,7 +1,7 @@
 """The UMT5 text encoder (Chung et al. 2023): a T5 v1.1 encoder with a position bias table in every layer.
 
-Unusual about this network: attention scores are not scaled by the head size; there are no biases; padding is
-    masked as keys.
+Unusual about this network: attention scores are not scaled by the head size; there are no biases; padding is masked
+as keys.
 
 Source: transformers' UMT5EncoderModel and Wan-Video/Wan2.1, wan/modules/t5.py.
 """

@@ -1,7 +1,7 @@
 """The published Wan 2.1 text-to-video models, and how a diffusers folder's config files are read.
 
 Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py; diffusers'
-    class defaults for keys that a config file leaves out.
+class defaults for keys that a config file leaves out.
 """
 
 from collections.abc import Mapping

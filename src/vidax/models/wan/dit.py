@@ -1,9 +1,9 @@
 """The Wan 2.1 diffusion transformer.
 
 Unusual about this network: queries and keys are RMS-normalised over all heads together, not per head; the six
-    modulation vectors of a block are a learned table plus one projection of the timestep that all blocks share;
-    cross-attention reads the text without a mask, the padding being zero vectors; the timestep path, the modulation
-    and the head stay in float32, as in the official code.
+modulation vectors of a block are a learned table plus one projection of the timestep that all blocks share; cross-
+attention reads the text without a mask, the padding being zero vectors; the timestep path, the modulation and the
+head stay in float32, as in the official code.
 
 Source: Wan-Video/Wan2.1, wan/modules/model.py. Names of parameters follow that file where it has names.
 """

@@ -1,9 +1,9 @@
-"""Where each parameter of a Wan model stands in the published checkpoints: the diffusers layout and the official one.
+"""Where each parameter of a Wan model stands in the published checkpoints: the diffusers layout and the official
+one.
 
 A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
-layer's number.
-Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules; transformers'
-    modeling_umt5.py.
+layer's number. Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules;
+transformers' modeling_umt5.py.
 """
 
 from vidax.models.wan.vae import VAEConfig

@@ -1,13 +1,13 @@
 """The Wan 2.1 causal video autoencoder: 4 x 8 x 8 compression, 16 latent channels.
 
 Unusual about this network: every convolution over time is causal, so a video is coded frame chunk by frame chunk,
-    and what a convolution needs of the past is an explicit cache that goes in and comes out. The first frame is coded
-    alone (1 + 4k frames give 1 + k latent frames): for it the temporal up- and downsampling does nothing, and their
-    convolutions see zeros in its place afterwards. Norms are RMS over channels. Everything is float32 at full
-    precision, as in the official code.
+and what a convolution needs of the past is an explicit cache that goes in and comes out. The first frame is coded
+alone (1 + 4k frames give 1 + k latent frames): for it the temporal up- and downsampling does nothing, and their
+convolutions see zeros in its place afterwards. Norms are RMS over channels. Everything is float32 at full precision,
+as in the official code.
 
-Source: Wan-Video/Wan2.1, wan/modules/vae.py. Names of parameters follow diffusers' AutoencoderKLWan, whose layout
-    is the readable one.
+Source: Wan-Video/Wan2.1, wan/modules/vae.py. Names of parameters follow diffusers' AutoencoderKLWan, whose layout is
+the readable one.
 """
 
 import dataclasses
