@@ -215,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0; 2 for what the user can put right, 130 when interrupted."""
     words = [same_flag(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
+        if words and not words[0].startswith("-"):
+            check_command(words[0])
         arguments = parser().parse_args(words)
         arguments.run(arguments)
     except UserError as error:
@@ -224,6 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("vidax: interrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
+
+
+def check_command(word: str) -> None:
+    """argparse lists the commands, but does not say which is nearest."""
+    commands = ("generate", "models")
+    if word not in commands:
+        near = difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"unknown command {word!r}; {hint}there are {' and '.join(commands)}")
 
 
 def same_flag(word: str) -> str:

@@ -13,8 +13,8 @@ Padding = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 def conv3d(x: jax.Array, weight: jax.Array, *, stride: tuple[int, int, int] = (1, 1, 1), padding: Padding) -> jax.Array:
     """x [B F H W C] with weight [kt kh kw C O]; `padding` is (before, after) for F, H and W.
 
-    On a CPU the frames under the kernel are laid side by side as channels of a 2-D convolution: XLA has no fast 3-D one there
-    (benchmarks/cpu_vs_diffusers.py).
+    On a CPU the frames under the kernel are laid side by side as channels of a 2-D convolution, since XLA has no fast
+    3-D one there.
     """
     forms = {"cpu": functools.partial(_folded, stride=stride, padding=padding)}
     return jax.lax.platform_dependent(

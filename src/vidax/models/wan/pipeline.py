@@ -39,6 +39,10 @@ class WanModel:
     @staticmethod
     def open(folder: Folder) -> "WanModel":
         """Raises UserError where a config is not that of a Wan 2.1 text-to-video model."""
+        for option in ("boundary_ratio", "expand_timesteps"):
+            if value := folder.index.get(option):
+                where = f"{folder.path}/model_index.json"
+                raise UserError(f"{where}: {option} is {value!r}, as in Wan 2.2; Wan 2.1 text to video is supported")
         model = WanModel(
             folder=folder,
             dit=dit_config(folder.config("transformer"), f"{folder.path}/transformer/config.json"),
@@ -110,7 +114,8 @@ class WanModel:
     ) -> jax.Array:
         context = prepare(transformer, text)
         scale = None if guidance_scale is None else jnp.float32(guidance_scale)
-        state = initial_state(table, noise)
+        # Committed like the weights: otherwise the first step would compile a program of its own.
+        state = jax.device_put(initial_state(table, noise), context.sharding)
         for i in range(table.steps):
             state = denoise_step(transformer, table, jnp.int32(i), state, context, scale)
             state.sample.block_until_ready()

@@ -1,0 +1,112 @@
+"""The tiny Wan model in PyTorch: the classes of diffusers and transformers with the weights of tests/tiny.py."""
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+
+import tiny
+
+torch.set_num_threads(1)  # the models are so small that threads would only wait for one another
+
+
+def fill(model: torch.nn.Module, seed: int = tiny.SEED) -> torch.nn.Module:
+    """Give every parameter its value by name. Buffers stay: none of these models has one that a file would hold."""
+    assert not [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(tiny.weight(name, tuple(parameter.shape), seed)))
+    return model.eval().requires_grad_(False)
+
+
+def transformer(config=tiny.TRANSFORMER_CONFIG) -> diffusers.WanTransformer3DModel:
+    return fill(diffusers.WanTransformer3DModel.from_config(dict(config)))
+
+
+def vae(config=tiny.VAE_CONFIG) -> diffusers.AutoencoderKLWan:
+    return fill(diffusers.AutoencoderKLWan.from_config(dict(config)))
+
+
+def text_encoder(config=tiny.TEXT_ENCODER_CONFIG) -> transformers.UMT5EncoderModel:
+    return fill(transformers.UMT5EncoderModel(transformers.UMT5Config(**config)))
+
+
+def scheduler(config=tiny.UNIPC):
+    return getattr(diffusers, config["_class_name"]).from_config(dict(config))
+
+
+def pipeline(scheduler_config=tiny.UNIPC) -> diffusers.WanPipeline:
+    names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
+    pipe = diffusers.WanPipeline(
+        tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names),
+        text_encoder=text_encoder(),
+        vae=vae(),
+        transformer=transformer(),
+        scheduler=scheduler(scheduler_config),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(
+    pipe: diffusers.WanPipeline,
+    *,
+    size: tuple[int, int],
+    frames: int = 9,
+    steps: int = 3,
+    guidance_scale: float = 5,
+    seed: int = 7,
+) -> np.ndarray:
+    """Frames [F H W 3] in [0, 1] of the run that `tiny.command` asks vidax for; size is (width, height)."""
+    width, height = size
+    return pipe(
+        tiny.PROMPT,
+        negative_prompt=tiny.NEGATIVE_PROMPT,
+        height=height,
+        width=width,
+        num_frames=frames,
+        num_inference_steps=steps,
+        guidance_scale=float(guidance_scale),
+        generator=torch.Generator("cpu").manual_seed(seed),
+        output_type="np",
+    ).frames[0]
+
+
+def channels_last(tensor: torch.Tensor) -> np.ndarray:
+    """[B C F H W] to our [B F H W C]."""
+    return tensor.detach().permute(0, 2, 3, 4, 1).numpy()
+
+
+def channels_first(array: np.ndarray) -> torch.Tensor:
+    """Our [B F H W C] to [B C F H W]."""
+    return torch.from_numpy(np.ascontiguousarray(array.transpose(0, 4, 1, 2, 3)))
+
+
+def encode_text(model: transformers.UMT5EncoderModel, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Embeddings [B S D], zero past each length, as WanPipeline makes them."""
+    mask = torch.from_numpy((np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64))
+    return (model(torch.from_numpy(ids).long(), mask).last_hidden_state * mask[..., None]).detach().numpy()
+
+
+def predict(model, latents: np.ndarray, timesteps: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """The transformer's output [B F H W C]."""
+    out = model(channels_first(latents), torch.from_numpy(timesteps), torch.from_numpy(text), return_dict=False)[0]
+    return channels_last(out)
+
+
+def normalisation(model: diffusers.AutoencoderKLWan) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, 1 / std) [1 C 1 1 1], as WanPipeline computes them."""
+    mean = torch.tensor(model.config.latents_mean).view(1, -1, 1, 1, 1)
+    return mean, 1.0 / torch.tensor(model.config.latents_std).view(1, -1, 1, 1, 1)
+
+
+def decode(model: diffusers.AutoencoderKLWan, latents: np.ndarray) -> np.ndarray:
+    """Frames of normalised latents, by the lines of WanPipeline.__call__."""
+    mean, inverse_std = normalisation(model)
+    return channels_last(model.decode(channels_first(latents) / inverse_std + mean, return_dict=False)[0])
+
+
+def encode(model: diffusers.AutoencoderKLWan, frames: np.ndarray) -> np.ndarray:
+    """Normalised latent means, by the lines of WanVideoToVideoPipeline.prepare_latents."""
+    mean, inverse_std = normalisation(model)
+    return channels_last((model.encode(channels_first(frames)).latent_dist.mode() - mean) * inverse_std)

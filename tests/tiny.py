@@ -1,0 +1,295 @@
+"""A tiny Wan 2.1 text-to-video model, made of numpy alone: its weights, and a whole folder in diffusers' layout.
+
+Nothing is stored and nothing is downloaded. A weight follows from its checkpoint name, its shape and a seed, so the
+same model exists in PyTorch (tests/parity/reference.py), in vidax (`parameters`) and on disk (`write_folder`), and a
+golden file needs to hold outputs only.
+
+`weights` draws n from a standard normal and makes of it:
+    biases                      0.2 n
+    norm scales                 1 + 0.2 n
+    everything else             n / sqrt(fan in), times the factor that `GAINS` gives its name
+No value is a zero or a one that a mistake could leave out unnoticed.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from vidax.models.towers.t5 import T5Encoder
+from vidax.models.wan import config, mapping
+from vidax.models.wan.dit import DiT
+from vidax.models.wan.vae import VAE
+from vidax.weights import Checkpoint, Tensor, checkpoint_names, load
+
+SEED = 0
+
+# The tables of Wan 2.1 would do; random ones show that the file's own are read.
+LATENTS_MEAN = [round(float(x), 4) for x in np.random.RandomState(1).uniform(-1, 1, 16)]
+LATENTS_STD = [round(float(x), 4) for x in np.random.RandomState(2).uniform(1, 3, 16)]
+
+TRANSFORMER_CONFIG = {
+    "_class_name": "WanTransformer3DModel",
+    "patch_size": [1, 2, 2],
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 32,
+    "ffn_dim": 64,
+    "num_layers": 2,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "eps": 1e-6,
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "rope_max_seq_len": 64,
+    "pos_embed_seq_len": None,
+}
+
+# Heads of 20 channels: no multiple of 6, so that frames get more of them than rows and columns.
+UNEVEN_TRANSFORMER_CONFIG = {**TRANSFORMER_CONFIG, "num_attention_heads": 3, "attention_head_dim": 20, "num_layers": 3}
+
+VAE_CONFIG = {
+    "_class_name": "AutoencoderKLWan",
+    "base_dim": 8,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 1,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+    "dropout": 0.0,
+    "latents_mean": LATENTS_MEAN,
+    "latents_std": LATENTS_STD,
+}
+
+TEXT_ENCODER_CONFIG = {
+    "architectures": ["UMT5EncoderModel"],
+    "model_type": "umt5",
+    "vocab_size": 256,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "feed_forward_proj": "gated-gelu",
+    "layer_norm_epsilon": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+UNIPC = {
+    "_class_name": "UniPCMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "num_train_timesteps": 1000,
+    "solver_order": 2,
+    "flow_shift": 3.0,
+}
+UNIPC3 = {**UNIPC, "solver_order": 3}
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+
+PROMPT = "a red cat walks, on the beach"
+NEGATIVE_PROMPT = "blurred"
+
+GAINS = (
+    (r"patch_embedding\.weight$", 0.1),  # small tokens: a layer norm's epsilon shows
+    (r"relative_attention_bias", math.sqrt(TEXT_ENCODER_CONFIG["num_heads"])),  # fan in 1: each bucket counts
+    (r"scale_shift_table$", 3.0),
+    (r"decoder\.conv_out\.weight$", 0.3),  # few pixels beyond [-1, 1], where clipping would hide an error
+)
+
+
+def weight(name: str, shape: Sequence[int], seed: int = SEED) -> np.ndarray:
+    """The value of one parameter, float32. `RandomState` because numpy promises to keep its stream."""
+    n = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32).standard_normal(tuple(shape))
+    if name.endswith(".bias"):
+        n *= 0.2
+    elif re.search(r"norm[^.]*\.(weight|gamma)$", name):
+        n = 1 + 0.2 * n
+    else:
+        n *= math.prod(gain for pattern, gain in GAINS if re.search(pattern, name)) / math.sqrt(math.prod(shape[1:]))
+    return n.astype(np.float32)
+
+
+def weights(shapes: Mapping[str, Sequence[int]], seed: int = SEED) -> dict[str, np.ndarray]:
+    return {name: weight(name, shape, seed) for name, shape in shapes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One network: its vidax description, the mapping of its checkpoint, and where diffusers puts it."""
+
+    spec: Any
+    mapping: mapping.Mapping
+    file: str
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        leaves = checkpoint_names(self.spec, self.mapping)
+        return {name: leaf.spec.stored_shape for leaf in leaves for name in leaf.names}
+
+
+def transformer(config_file: Mapping[str, Any] = TRANSFORMER_CONFIG, dtype=np.float32) -> Part:
+    spec = DiT.spec(config.dit_config(config_file, "tiny"), dtype)
+    return Part(spec, mapping.DIT_DIFFUSERS, "transformer/diffusion_pytorch_model.safetensors")
+
+
+def vae(config_file: Mapping[str, Any] = VAE_CONFIG) -> Part:
+    spec = VAE.spec(config.vae_config(config_file, "tiny"))
+    return Part(spec, mapping.VAE_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
+
+
+def text_encoder(config_file: Mapping[str, Any] = TEXT_ENCODER_CONFIG, dtype=np.float32) -> Part:
+    spec = T5Encoder.spec(config.t5_config(config_file, "tiny"), dtype)
+    return Part(spec, mapping.UMT5_DIFFUSERS, "text_encoder/model.safetensors")
+
+
+def parameters(part: Part, seed: int = SEED, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
+    """The part's module with its arrays, by way of `vidax.weights.load`: names, shapes and layouts are checked.
+
+    shapes: what the checkpoint holds, if not what the part expects.
+    """
+    file = Path("tiny")
+    arrays = weights(part.shapes if shapes is None else shapes, seed)
+    tensors = {
+        name: Tensor(file, array.dtype, array.shape, array.tobytes(), 0)
+        for name, array in arrays.items()
+    }
+    return load(part.spec, Checkpoint(file, tensors, {}), part.mapping)
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Like UMT5's: a Unigram model over words marked with their leading space, `</s>` at the end."""
+    words = "a red cat walks on the beach blurred".split()
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
+    space = "\u2581"
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), (space, -2.0)]
+    vocabulary += [(space + word, -3.0 - 0.01 * i) for i, word in enumerate(words)]
+    vocabulary += [(letter, -8.0) for letter in letters]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space, prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(replacement=space, prepend_scheme="always")
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    backend.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    return backend
+
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "model_max_length": 512,
+    "padding_side": "right",
+}
+
+
+def write_folder(
+    path: str | Path,
+    *,
+    scheduler: Mapping[str, Any] = UNIPC,
+    transformer_config: Mapping[str, Any] = TRANSFORMER_CONFIG,
+    vae_config: Mapping[str, Any] = VAE_CONFIG,
+    text_encoder_config: Mapping[str, Any] = TEXT_ENCODER_CONFIG,
+    seed: int = SEED,
+) -> Path:
+    """Write the model as `WanPipeline.save_pretrained` would (3 MB, 0.1 s); returns the path."""
+    path = Path(path)
+    index = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": "0.42.1",
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    files = {
+        "model_index.json": index,
+        "scheduler/scheduler_config.json": scheduler,
+        "transformer/config.json": transformer_config,
+        "vae/config.json": vae_config,
+        "text_encoder/config.json": text_encoder_config,
+        "tokenizer/tokenizer_config.json": TOKENIZER_CONFIG,
+    }
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps(content, indent=2))
+    tokenizer().save(str(path / "tokenizer" / "tokenizer.json"))
+    for part in (transformer(transformer_config), vae(vae_config), text_encoder(text_encoder_config)):
+        save_file(weights(part.shapes, seed), path / part.file, metadata={"format": "pt"})
+    return path
+
+
+def command(
+    folder: str | Path,
+    output: str | Path,
+    *,
+    size: tuple[int, int],
+    frames: int = 9,
+    steps: int = 3,
+    guidance_scale: float = 5,
+    seed: int = 7,
+    dtype: str = "float32",
+    more: Sequence[str] = (),
+) -> list[str]:
+    """The arguments of `vidax generate` for one run of the tiny model; size is (width, height)."""
+    return [
+        "generate",
+        PROMPT,
+        *("--model", str(folder)),
+        *("--output", str(output)),
+        *("--negative-prompt", NEGATIVE_PROMPT),
+        *("--size", f"{size[0]}x{size[1]}"),
+        *("--frames", str(frames)),
+        *("--steps", str(steps)),
+        *("--guidance-scale", str(guidance_scale)),
+        *("--seed", str(seed)),
+        *("--dtype", dtype),
+        "--overwrite",
+        "--quiet",
+        *more,
+    ]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Inputs: standard normal, float32."""
+    return np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
+
+
+def relative_error(ours: Any, reference: Any) -> float:
+    """The largest difference, relative to the largest reference value. Shapes must agree."""
+    ours, reference = np.asarray(ours), np.asarray(reference)
+    assert ours.shape == reference.shape, f"{ours.shape} is not {reference.shape}"
+    assert np.isfinite(reference).all()
+    return float(np.abs(ours - reference).max() / np.abs(reference).max())
+
+
+def pixel_error(path: str | Path, reference: np.ndarray) -> float:
+    """The largest difference of a pixel between a .npy file that `vidax generate` wrote and the reference's frames."""
+    ours = np.load(path)
+    assert ours.shape == reference.shape, f"{ours.shape} is not {reference.shape}"
+    return float(np.abs(ours - reference).max())
+
+
+def block(stacked: Any, layer: int) -> Any:
+    """One layer of a stack of them."""
+    return jax.tree.map(lambda leaf: leaf[layer], stacked)
