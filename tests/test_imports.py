@@ -24,6 +24,7 @@ LAYERS = [
     ("vidax.models.registry",),
     ("vidax.engine",),
     ("vidax.server",),
+    ("vidax.terminal",),
     ("vidax.cli", "vidax.__main__"),
 ]
 FOREIGN = {"torch", "torchvision", "transformers", "diffusers", "accelerate"}
