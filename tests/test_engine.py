@@ -234,7 +234,7 @@ def test_prompts_that_are_cut_and_settings_beyond_training_are_recorded(engine):
 def test_disputed_defaults_name_their_source(engine):
     card = CARDS["wan2.1-t2v-1.3b"]
     origins = Engine(card, engine.model).request("a cat").origins
-    assert origins["guidance_scale"].startswith("card wan2.1-t2v-1.3b: README.md of Wan2.1 (its generate.py and")
+    assert origins["guidance_scale"].startswith("card wan2.1-t2v-1.3b: README.md of Wan2.1; its generate.py and")
     assert origins["flow_shift"].startswith("scheduler_config.json; 8 in card wan2.1-t2v-1.3b: README.md of Wan2.1")
     assert origins["steps"] == "card wan2.1-t2v-1.3b"
 

@@ -196,6 +196,23 @@ def test_overwriting_makes_all_again(generate, out):
     assert files(out) == ["a-red-cat-42.json", "a-red-cat-42.mp4"]
 
 
+def test_odd_prompts_and_warnings(generate, out):
+    """A lone surrogate is legal in JSON and in no file; what is cut or left out is said once."""
+    long = ("a red cat " * 200).strip()
+    code, printed, told = generate([{"prompt": "\ud800 cat"}, long, {"prompt": long, "seed": 7}], "--json")
+    assert code == 0, told
+    first, *others = [json.loads(line) for line in printed.splitlines()]
+    assert first["prompt"] == "\ud800 cat" and first["warnings"] == []
+    warning = "the prompt 'a red cat a red cat a red cat a red cat ...' is longer than 512 tokens"
+    assert [len(record["warnings"]) for record in others] == [1, 1]
+    assert [line for line in told.splitlines() if warning in line] == [
+        f"warning: {warning}; what comes after them is left out"
+    ]
+    assert (
+        others[0]["warnings"] == others[1]["warnings"] == json.loads(next(out.glob("a-*.json")).read_text())["warnings"]
+    )
+
+
 def test_several_seeds_of_one_prompt(generate, out):
     code, printed, _ = generate(None, "a red cat", "--num-videos", "2", "--seed", "3,7", "--frames", "1")
     assert code == 0

@@ -71,11 +71,9 @@ def parser() -> Parser:
     make.add_argument("--solver", metavar="unipc|euler")
     make.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
     make.add_argument(
-        "--seed", type=seeds, metavar="N[,N...]", help="42 unless given; -1 draws one; several make several"
+        "--seed", type=seeds, metavar="N[,N...]", help="42 unless given; -1 draws one; 1,2,3 makes three videos"
     )
-    make.add_argument(
-        "--num-videos", type=int, metavar="N", help="for each prompt and seed, from this seed upwards (1)"
-    )
+    make.add_argument("--num-videos", type=int, metavar="N", help="for each prompt and seed: seed, seed + 1, ... (1)")
     make.add_argument("--noise", metavar="torch|jax", help="whose random numbers the seed starts (torch)")
     make.add_argument(
         "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the matrix products (bfloat16)"

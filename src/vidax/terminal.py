@@ -1,6 +1,7 @@
 """What a run says: settings with their origins, jobs, warnings and progress on stderr, results on stdout."""
 
 import contextlib
+import io
 import json
 import sys
 import traceback
@@ -54,6 +55,8 @@ class Results:
 
     def __init__(self, *, many: bool, as_json: bool, quiet: bool):
         self.many, self.as_json, self.quiet = many, as_json, quiet
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # an undecodable byte of a name ends no run
         self.counts = {"written": 0, "skipped": 0, "failed": 0}
 
     def written(self, record: dict[str, Any], files: Sequence[Path]) -> None:

@@ -101,8 +101,8 @@ WAN21_T2V_1_3B = dataclasses.replace(
     flow_shift=8.0,
     source="Wan-Video/Wan2.1, README.md (guidance 6 and shift 8 for 1.3B; generate.py says 5 and 5 for all models)",
     sources={
-        "guidance_scale": "README.md of Wan2.1 (its generate.py and diffusers take 5, FastVideo 3)",
-        "flow_shift": "README.md of Wan2.1, 8 to 12 (its generate.py takes 5, diffusers and FastVideo 3)",
+        "guidance_scale": "README.md of Wan2.1; its generate.py and diffusers take 5, FastVideo 3",
+        "flow_shift": "README.md of Wan2.1, 8 to 12; its generate.py takes 5, diffusers and FastVideo 3",
     },
     trained_sizes=((832, 480), (480, 832)),  # SUPPORTED_SIZES in wan/configs/__init__.py
     trained_frames=(81,),
