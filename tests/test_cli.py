@@ -16,6 +16,7 @@ import tiny
 from PIL import Image
 
 from vidax import cli
+from vidax.engine import tasks
 from vidax.engine.engine import Engine
 from vidax.models.wan import pipeline
 
@@ -347,6 +348,43 @@ def test_interrupt_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("quiet", [["--quiet"], []])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_waits_for_the_end_of_a_step(folder, tmp_path, monkeypatch, capfd, quiet, times):
+    """Once: the text is still encoded. Twice: it is not."""
+    run, encoded = pipeline.encode, []
+
+    def interrupted(*inputs):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        encoded.append(run(*inputs))
+        return encoded[-1]
+
+    monkeypatch.setattr(pipeline, "encode", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    words = ["generate", "cat", "--model", str(folder), *SMALL[:-1], *quiet, "--output", str(tmp_path / "x.mp4")]
+    assert cli.main(words) == 130
+    assert len(encoded) == 2 - times
+    told = capfd.readouterr().err
+    assert "interrupted; nothing was written" in told
+    assert told.count("stopping after this step; Ctrl-C again does not wait") == (0 if quiet else 1)
+    assert list(tmp_path.iterdir()) == [] and signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_after_the_last_video_comes_too_late(folder, tmp_path, monkeypatch, capsys):
+    write = tasks.write
+
+    def interrupted(*inputs, **options):
+        files = write(*inputs, **options)
+        signal.raise_signal(signal.SIGINT)
+        return files
+
+    monkeypatch.setattr(tasks, "write", interrupted)
+    assert cli.main(["generate", "cat", "--model", str(folder), *SMALL, "--output", str(tmp_path / "x.npy")]) == 0
+    assert capsys.readouterr().err == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.npy"]
+
+
 def test_ctrl_c_of_a_real_process(folder, tmp_path):
     words = ["generate", "cat", "--model", str(folder), "--size", "32x32", "--frames", "5", "--steps", "100000"]
     command = [sys.executable, "-m", "vidax.cli", *words, "--output", str(tmp_path / "x.mp4")]
@@ -356,7 +394,7 @@ def test_ctrl_c_of_a_real_process(folder, tmp_path):
         assert process.poll() is None
     time.sleep(3)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert out == "" and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

@@ -307,7 +307,7 @@ def test_ctrl_c_while_writing_leaves_what_is_finished(folder, out, tmp_path):
             break
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
-    printed, told = process.communicate(timeout=120)
+    printed, told = process.communicate(timeout=300)
     assert process.returncode == 130, told
     assert printed.split() == [str(out / "a-red-cat-42.mp4")] and "Traceback" not in told
     assert "vidax: interrupted; 1 of 2 videos are written, the same command makes the others" in told

@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -98,11 +101,43 @@ def plain_warnings(quiet: bool) -> Iterator[None]:
         yield
 
 
+class Interruptible(Silent):
+    """Ctrl-C waits until something is done: a step, a parameter, some frames. At any other moment Python may lose it
+    (in a callback of the garbage collector) or JAX crash at exit (while it traces). A second one does not wait.
+    """
+
+    asked = False
+
+    def ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def advance(self, done: int) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupting(reporter: Interruptible) -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield  # signals are the main thread's, and whoever ignores or handles Ctrl-C keeps doing so
+        return
+    signal.signal(signal.SIGINT, reporter.ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """A line per phase: what is done, seconds per step, time left."""
+    """A line per phase: what is done, seconds per step, time left. Ctrl-C as `Interruptible` says."""
     if quiet:
-        yield Silent()
+        reporter = Interruptible()
+        with interrupting(reporter):
+            yield reporter
         return
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -116,7 +151,7 @@ def progress(quiet: bool) -> Iterator[Progress]:
             speed = task.finished_speed or task.speed
             return Text(f"{task.completed:.0f}/{task.total:.0f}" + (f", {1 / speed:.2f} s/step" if speed else ""))
 
-    class Reporter:
+    class Reporter(Interruptible):
         def phase(self, name: str, total: int) -> None:
             self.name, self.task = name, bars.add_task(name, total=total)
 
@@ -126,6 +161,13 @@ def progress(quiet: bool) -> Iterator[Progress]:
 
         def advance(self, done: int) -> None:
             bars.update(self.task, completed=done)
+            super().advance(done)
+
+        def ask(self, *words: Any) -> None:
+            super().ask(*words)
+            os.write(
+                2, b"vidax: stopping after this step; Ctrl-C again does not wait for it\n"
+            )  # print is not reentrant
 
         def warn(self, sentence: str) -> None:
             warn(sentence)
@@ -138,5 +180,7 @@ def progress(quiet: bool) -> Iterator[Progress]:
         StepSeconds(),
     )
     # Lines of results go above the bars where both are on one screen, and into the pipe where stdout is one.
-    with Bars(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bars:
-        yield Reporter()
+    bars = Bars(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty())
+    reporter = Reporter()
+    with interrupting(reporter), bars:
+        yield reporter
