@@ -1,7 +1,8 @@
 """Published checkpoints to trees of arrays: open files, match their names with ours, read what each device needs."""
 
+from vidax.weights.checkpoint import Checkpoint, Tensor
 from vidax.weights.diffusers_folder import Folder
-from vidax.weights.files import Checkpoint, Tensor, open_checkpoint
+from vidax.weights.files import open_checkpoint
 from vidax.weights.load import load
 from vidax.weights.mapping import Mapping, check_names, checkpoint_names
 

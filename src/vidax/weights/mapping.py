@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vidax.errors import UserError
 from vidax.nn import Spec, is_spec, named_leaves
-from vidax.weights.files import few
+from vidax.weights.checkpoint import few
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
