@@ -79,6 +79,15 @@ def find_tokenizer(folder: Path, within: Sequence[str] = ("", "tokenizer", "goog
     return next((place for place in places if place.is_file()), None)
 
 
+def nearest_tokenizer(text_encoder: Path) -> Path | None:
+    """The tokenizer that belongs to a text encoder's file or folder: inside it, beside it, or beside its folder."""
+    if text_encoder.is_file():
+        if EMBEDDED in open_checkpoint(text_encoder):
+            return text_encoder
+        text_encoder = text_encoder.parent
+    return find_tokenizer(text_encoder) or find_tokenizer(text_encoder.parent)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class JsonTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` and its padding token; `encode` sets the length on it."""
