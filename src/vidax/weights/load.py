@@ -14,7 +14,7 @@ import numpy as np
 
 from vidax.errors import UserError
 from vidax.nn import Spec, is_spec, parameter_bytes
-from vidax.weights.files import Checkpoint, Tensor, few
+from vidax.weights.checkpoint import Checkpoint, Tensor, few
 from vidax.weights.mapping import Mapping, Match, check_names
 
 Index = tuple[slice, ...]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vidax.errors import UserError
 from vidax.nn import Spec, is_spec, named_leaves
-from vidax.weights.files import few
+from vidax.weights.checkpoint import few
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,9 @@ class Mapping:
 
     renames: (pattern, replacement) of `re.sub`, applied one after another to our dotted path, such as
              "blocks.self_attn.q.weight". The name of a stacked parameter has `{}` where its layer's number goes:
-             (r"^blocks\.", "blocks.{}."). A prefix is (r"^", "model.").
+             (r"^blocks\.", "blocks.{}.").
+    prefix:  what stands before every name in this checkpoint, such as "model.diffusion_model.". The other fields are
+             without it.
     skips:   (pattern, reason) for tensors that are left unread on purpose, by `re.search` in the checkpoint's name.
     aliases: (name, other name) of one tensor in the checkpoint, such as tied embeddings. Either may be stored; where
              both are, they must hold the same values.
@@ -31,15 +33,23 @@ class Mapping:
     renames: tuple[tuple[str, str], ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    prefix: str = ""
 
     def rename(self, path: str) -> str:
         for pattern, replacement in self.renames:
             path = re.sub(pattern, replacement, path)
-        return path
+        return self.prefix + path
+
+    def others(self, name: str) -> list[str]:
+        """Further names that the tensor `name` may have."""
+        return [self.prefix + other for first, other in self.aliases if name == self.prefix + first]
 
     def skip(self, name: str) -> str | None:
         """The reason why the tensor `name` is not read, or None."""
-        return next((reason for pattern, reason in self.skips if re.search(pattern, name)), None)
+        if not name.startswith(self.prefix):
+            return None
+        bare = name.removeprefix(self.prefix)
+        return next((reason for pattern, reason in self.skips if re.search(pattern, bare)), None)
 
 
 class Leaf(NamedTuple):
@@ -95,16 +105,13 @@ def check_names(
 
     source: what the error calls the checkpoint. files: name to the file that holds it, where there are several.
     """
-    others = collections.defaultdict(list)
-    for name, other in mapping.aliases:
-        others[name].append(other)
     leaves: list[Leaf] = []
     twins: list[tuple[str, str]] = []
     expected: dict[str, tuple[int, ...]] = {}
     for leaf in checkpoint_names(spec_tree, mapping):
         stored = []
         for name in leaf.names:
-            first, *rest = [n for n in (name, *others.get(name, ())) if n in shapes] or [name]
+            first, *rest = [n for n in (name, *mapping.others(name)) if n in shapes] or [name]
             stored.append(first)
             twins += [(first, other) for other in rest]
             expected |= dict.fromkeys([first, *rest], leaf.spec.stored_shape)
