@@ -166,17 +166,14 @@ def parameters(part: Part, seed: int = SEED, shapes: Mapping[str, Sequence[int]]
     """
     file = Path("tiny")
     arrays = weights(part.shapes if shapes is None else shapes, seed)
-    tensors = {
-        name: Tensor(file, array.dtype, array.shape, array.tobytes(), 0)
-        for name, array in arrays.items()
-    }
+    tensors = {name: Tensor(file, array.dtype, array.shape, array.tobytes(), 0) for name, array in arrays.items()}
     return load(part.spec, Checkpoint(file, tensors, {}), part.mapping)
 
 
 @functools.cache
 def tokenizer() -> Tokenizer:
     """Like UMT5's: a Unigram model over words marked with their leading space, `</s>` at the end."""
-    words = "a red cat walks on the beach blurred".split()
+    words = ["a", "red", "cat", "walks", "on", "the", "beach", "blurred"]
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,"
     space = "\u2581"
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), (space, -2.0)]

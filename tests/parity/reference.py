@@ -2,10 +2,9 @@
 
 import diffusers
 import numpy as np
+import tiny
 import torch
 import transformers
-
-import tiny
 
 torch.set_num_threads(1)  # the models are so small that threads would only wait for one another
 

@@ -1,7 +1,7 @@
 """Attention: one public call over named implementations.
 
-`attention` picks the first implementation that supports the case, in the order of `IMPLEMENTATIONS`; `choose` says
-which and why. A named one runs or raises with the reason. Masks are lengths, never a dense L x S boolean.
+`attention` picks the implementation that suits the case; `choose` says which and why. A named one runs or raises with
+the reason. Masks are lengths, never a dense L x S boolean.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def attention(
 ) -> jax.Array:
     """Softmax(q k^T * scale + bias) v, with scores and statistics in float32.
 
-    q [B L N K]; k, v [B S N K]; kv_lengths [B]: keys at and beyond it are ignored; bias [N L S]; scale: 1/sqrt(K) if
-    None.
+    q [B L N K]; k, v [B S N K]; bias [N L S]; scale: 1/sqrt(K) if None.
+    kv_lengths [B], at least 1: keys at and beyond it are ignored.
     impl: "reference" or "chunked"; None for the automatic choice. Returns [B L N K] in v's dtype.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale

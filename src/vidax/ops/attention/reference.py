@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from vidax.ops.precision import precision_of
 
-MASKED = -1e30  # finite, so that a row whose keys are all masked gives a mean of the values and not NaN
+MASKED = -1e30  # finite, so that a block of keys that are all masked gives no NaN
 
 
 def reference(q, k, v, *, kv_lengths=None, bias=None, scale: float) -> jax.Array:

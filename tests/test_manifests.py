@@ -1,0 +1,187 @@
+"""The full-size models against the tensors of the published checkpoints, name by name and shape by shape.
+
+tests/manifests holds {name: shape} of the official checkpoints. For diffusers' layout they are renamed by the table
+below, which is independent of vidax.models.wan.mapping: it goes from official to diffusers names, while that goes from
+ours to either. Nothing is allocated.
+"""
+
+import gzip
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from vidax.errors import UserError
+from vidax.models.towers.t5 import T5Encoder
+from vidax.models.wan import mapping
+from vidax.models.wan.config import UMT5_XXL, WAN21_1_3B, WAN21_14B, WAN21_VAE
+from vidax.models.wan.dit import DiT
+from vidax.models.wan.vae import VAE
+from vidax.nn import named_leaves, parameter_bytes
+from vidax.weights import Mapping, check_names, checkpoint_names
+
+MANIFESTS = Path(__file__).parent / "manifests"
+
+
+class Model(NamedTuple):
+    spec: Any
+    official: Mapping
+    diffusers: Mapping
+    renames: tuple[tuple[str, str], ...]  # official to diffusers: the first pattern that matches the whole name
+    tensors: int
+    parameters: int
+
+
+ENDS = r"(weight|bias)"
+
+DIT_RENAMES = (
+    (rf"patch_embedding\.{ENDS}", r"patch_embedding.\1"),
+    (rf"(text|time)_embedding\.0\.{ENDS}", r"condition_embedder.\1_embedder.linear_1.\2"),
+    (rf"(text|time)_embedding\.2\.{ENDS}", r"condition_embedder.\1_embedder.linear_2.\2"),
+    (rf"time_projection\.1\.{ENDS}", r"condition_embedder.time_proj.\1"),
+    (r"head\.modulation", "scale_shift_table"),
+    (rf"head\.head\.{ENDS}", r"proj_out.\1"),
+    (r"blocks\.(\d+)\.modulation", r"blocks.\1.scale_shift_table"),
+    (rf"blocks\.(\d+)\.norm3\.{ENDS}", r"blocks.\1.norm2.\2"),
+    (rf"blocks\.(\d+)\.self_attn\.([qkv])\.{ENDS}", r"blocks.\1.attn1.to_\2.\3"),
+    (rf"blocks\.(\d+)\.self_attn\.o\.{ENDS}", r"blocks.\1.attn1.to_out.0.\2"),
+    (r"blocks\.(\d+)\.self_attn\.norm_([qk])\.weight", r"blocks.\1.attn1.norm_\2.weight"),
+    (rf"blocks\.(\d+)\.cross_attn\.([qkv])\.{ENDS}", r"blocks.\1.attn2.to_\2.\3"),
+    (rf"blocks\.(\d+)\.cross_attn\.o\.{ENDS}", r"blocks.\1.attn2.to_out.0.\2"),
+    (r"blocks\.(\d+)\.cross_attn\.norm_([qk])\.weight", r"blocks.\1.attn2.norm_\2.weight"),
+    (rf"blocks\.(\d+)\.ffn\.0\.{ENDS}", r"blocks.\1.ffn.net.0.proj.\2"),
+    (rf"blocks\.(\d+)\.ffn\.2\.{ENDS}", r"blocks.\1.ffn.net.2.\2"),
+)
+
+UMT5_RENAMES = (
+    (r"token_embedding\.weight", "shared.weight"),
+    (r"norm\.weight", "encoder.final_layer_norm.weight"),
+    (r"blocks\.(\d+)\.norm1\.weight", r"encoder.block.\1.layer.0.layer_norm.weight"),
+    (r"blocks\.(\d+)\.attn\.([qkvo])\.weight", r"encoder.block.\1.layer.0.SelfAttention.\2.weight"),
+    (
+        r"blocks\.(\d+)\.pos_embedding\.embedding\.weight",
+        r"encoder.block.\1.layer.0.SelfAttention.relative_attention_bias.weight",
+    ),
+    (r"blocks\.(\d+)\.norm2\.weight", r"encoder.block.\1.layer.1.layer_norm.weight"),
+    (r"blocks\.(\d+)\.ffn\.gate\.0\.weight", r"encoder.block.\1.layer.1.DenseReluDense.wi_0.weight"),
+    (r"blocks\.(\d+)\.ffn\.fc1\.weight", r"encoder.block.\1.layer.1.DenseReluDense.wi_1.weight"),
+    (r"blocks\.(\d+)\.ffn\.fc2\.weight", r"encoder.block.\1.layer.1.DenseReluDense.wo.weight"),
+)
+
+# The full-size decoder's flat list `upsamples` has three residual blocks and an upsampling for each level.
+UPSAMPLES = {
+    **{i: f"up_blocks.{i // 4}.resnets.{i % 4}" for i in range(15) if i % 4 < 3},
+    **{i: f"up_blocks.{i // 4}.upsamplers.0" for i in (3, 7, 11)},
+}
+MIDDLE = {0: "mid_block.resnets.0", 1: "mid_block.attentions.0", 2: "mid_block.resnets.1"}
+INNER = {
+    "residual.0.": "norm1.",
+    "residual.2.": "conv1.",
+    "residual.3.": "norm2.",
+    "residual.6.": "conv2.",
+    "shortcut.": "conv_shortcut.",
+    **{same: same for same in ("resample.1.", "time_conv.", "norm.", "to_qkv.", "proj.")},
+}
+VAE_RENAMES = (
+    (rf"conv1\.{ENDS}", r"quant_conv.\1"),
+    (rf"conv2\.{ENDS}", r"post_quant_conv.\1"),
+    (rf"(encoder|decoder)\.conv1\.{ENDS}", r"\1.conv_in.\2"),
+    (r"(encoder|decoder)\.head\.0\.gamma", r"\1.norm_out.gamma"),
+    (rf"(encoder|decoder)\.head\.2\.{ENDS}", r"\1.conv_out.\2"),
+    *(
+        (rf"(encoder|decoder)\.{place}\.{re.escape(inner)}(weight|bias|gamma)", rf"\1.{new_place}.{new_inner}\2")
+        for inner, new_inner in INNER.items()
+        for place, new_place in (
+            *((rf"downsamples\.{i}", f"down_blocks.{i}") for i in range(11)),
+            *((rf"middle\.{i}", new) for i, new in MIDDLE.items()),
+            *((rf"upsamples\.{i}", new) for i, new in UPSAMPLES.items()),
+        )
+    ),
+)
+
+
+MODELS = {
+    "wan2.1_t2v_1.3b_dit": Model(
+        DiT.spec(WAN21_1_3B), mapping.DIT_OFFICIAL, mapping.DIT_DIFFUSERS, DIT_RENAMES, 825, 1_418_996_800
+    ),
+    "wan2.1_t2v_14b_dit": Model(
+        DiT.spec(WAN21_14B), mapping.DIT_OFFICIAL, mapping.DIT_DIFFUSERS, DIT_RENAMES, 1095, 14_288_491_584
+    ),
+    "wan2.1_vae": Model(
+        VAE.spec(WAN21_VAE), mapping.vae_official(WAN21_VAE), mapping.VAE_DIFFUSERS, VAE_RENAMES, 194, 126_892_531
+    ),
+    "wan_umt5_xxl_enc": Model(
+        T5Encoder.spec(UMT5_XXL), mapping.UMT5_OFFICIAL, mapping.UMT5_DIFFUSERS, UMT5_RENAMES, 242, 5_680_910_336
+    ),
+}
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def manifest(name: str) -> dict[str, list[int]]:
+    return json.loads(gzip.decompress((MANIFESTS / f"{name}.json.gz").read_bytes()))
+
+
+def in_diffusers_layout(shapes: dict[str, list[int]], renames: tuple[tuple[str, str], ...]) -> dict[str, list[int]]:
+    def rename(name: str) -> str:
+        new = [match.expand(to) for pattern, to in renames if (match := re.fullmatch(pattern, name))]
+        assert len(new) == 1, (name, new)
+        return new[0]
+
+    renamed = {rename(name): shape for name, shape in shapes.items()}
+    assert len(renamed) == len(shapes)
+    return renamed
+
+
+@every_model
+def test_the_official_layout(name):
+    model = MODELS[name]
+    match = check_names(model.spec, model.official, manifest(name))
+    assert not match.skipped and not match.twins
+    assert sum(len(leaf.names) for leaf in match.leaves) == model.tensors
+
+
+@every_model
+def test_the_layout_of_diffusers(name):
+    model = MODELS[name]
+    match = check_names(model.spec, model.diffusers, in_diffusers_layout(manifest(name), model.renames))
+    assert not match.skipped and not match.twins
+    assert sum(len(leaf.names) for leaf in match.leaves) == model.tensors
+
+
+@every_model
+@pytest.mark.parametrize("layout", ["official", "diffusers"])
+def test_mappings_are_one_to_one(name, layout):
+    """From a checkpoint's name there is one way back, to one parameter and layer."""
+    model = MODELS[name]
+    leaves = checkpoint_names(model.spec, getattr(model, layout))
+    back = {tensor: (leaf.path, layer) for leaf in leaves for layer, tensor in enumerate(leaf.names)}
+    assert len(back) == sum(len(leaf.names) for leaf in leaves) == model.tensors
+    assert len(set(back.values())) == len(back)
+    assert {path for path, _ in back.values()} == {path for path, _ in named_leaves(model.spec)}
+
+
+@every_model
+def test_the_number_of_parameters(name):
+    model = MODELS[name]
+    assert sum(math.prod(leaf.shape) for _, leaf in named_leaves(model.spec)) == model.parameters
+    assert parameter_bytes(model.spec) >= 2 * model.parameters
+
+
+def test_umt5_with_both_names_of_its_embedding():
+    """transformers may save the embedding under either name, or both."""
+    model = MODELS["wan_umt5_xxl_enc"]
+    shapes = in_diffusers_layout(manifest("wan_umt5_xxl_enc"), model.renames)
+    both = shapes | {"encoder.embed_tokens.weight": shapes["shared.weight"]}
+    assert check_names(model.spec, model.diffusers, both).twins == [("shared.weight", "encoder.embed_tokens.weight")]
+    del both["shared.weight"]
+    check_names(model.spec, model.diffusers, both)
+
+
+def test_another_size_does_not_fit():
+    shapes = manifest("wan2.1_t2v_14b_dit")
+    with pytest.raises(UserError, match=r"unexpected: blocks\.30\."):
+        check_names(DiT.spec(WAN21_1_3B), mapping.DIT_OFFICIAL, shapes)

@@ -1,0 +1,237 @@
+"""Operations against numpy in float64. `CASES` is the one list of attention cases that every implementation runs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vidax.models.towers.t5 import relative_buckets
+from vidax.ops import conv
+from vidax.ops.attention import REFERENCE_SCORE_BYTES, attention, choose
+from vidax.ops.attention.chunked import chunked
+from vidax.ops.conv import conv3d
+from vidax.ops.rope import axis_angles, grid_table, rotate
+
+# Attention
+
+TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}  # of the largest value; measured: 1.7e-6 and 5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Attention of 2 samples and 2 heads. magnitude: standard deviation of queries and keys."""
+
+    queries: int
+    keys: int
+    head_size: int = 64
+    dtype: str = "float32"
+    kv_lengths: tuple[int, int] | None = None
+    magnitude: float = 1.0
+
+    def __str__(self) -> str:
+        lengths = f" of {self.kv_lengths[0]} and {self.kv_lengths[1]}" if self.kv_lengths else ""
+        large = f", magnitude {self.magnitude:g}" if self.magnitude != 1 else ""
+        return f"{self.queries} to {self.keys}{lengths}, {self.head_size}, {self.dtype}{large}"
+
+    @functools.cached_property
+    def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        random = np.random.RandomState(0)
+        q, k, v = (random.standard_normal((2, s, 2, self.head_size)) for s in (self.queries, self.keys, self.keys))
+        return tuple(jnp.asarray(x, self.dtype) for x in (q * self.magnitude, k * self.magnitude, v))
+
+    @property
+    def lengths(self) -> jax.Array | None:
+        return None if self.kv_lengths is None else jnp.asarray(self.kv_lengths)
+
+    @functools.cached_property
+    def expected(self) -> np.ndarray:
+        return attention_in_float64(*self.inputs, lengths=self.kv_lengths, scale=self.head_size**-0.5)
+
+
+CASES = [
+    *(Case(length, length) for length in (1, 127, 128, 129, 257, 1000)),
+    *(Case(length, length, 128) for length in (129, 1000)),
+    *(Case(length, 512, 128) for length in (1, 257, 1000)),  # cross-attention
+    Case(1000, 1000, 128, "bfloat16"),
+    Case(257, 512, 128, "bfloat16"),
+    Case(129, 129, 64, "bfloat16"),
+    Case(257, 257, kv_lengths=(1, 129)),
+    Case(257, 512, 128, kv_lengths=(512, 37)),
+    Case(1000, 1000, kv_lengths=(999, 512)),
+    Case(127, 512, 128, "bfloat16", (511, 3)),
+    Case(257, 257, magnitude=10),  # scores of hundreds: only a subtracted maximum keeps the exponentials finite
+    Case(257, 257, 128, "bfloat16", magnitude=30),
+]
+
+
+def attention_in_float64(q, k, v, *, lengths=None, bias=0.0, scale: float) -> np.ndarray:
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("blnk,bsnk->bnls", q, k) * scale + bias
+    if lengths is not None:
+        scores[np.broadcast_to(np.arange(k.shape[1]) >= np.reshape(lengths, (-1, 1, 1, 1)), scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnls,bsnk->blnk", weights / weights.sum(-1, keepdims=True), v)
+
+
+def relative_error(ours, expected: np.ndarray) -> float:
+    assert ours.shape == expected.shape
+    return float(np.abs(np.asarray(ours, np.float64) - expected).max() / np.abs(expected).max())
+
+
+def in_small_chunks(q, k, v, *, kv_lengths=None):
+    """`chunked` with blocks so small that these cases have several, the last of them not full."""
+    return chunked(q, k, v, kv_lengths=kv_lengths, scale=q.shape[-1] ** -0.5, query_block=100, key_block=200)
+
+
+IMPLEMENTATIONS = {
+    "reference": jax.jit(functools.partial(attention, impl="reference")),
+    "chunked": jax.jit(in_small_chunks),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_attention(name, case):
+    out = IMPLEMENTATIONS[name](*case.inputs, kv_lengths=case.lengths)
+    assert out.dtype == case.dtype
+    # Scores are rounded relative to their size, and the exponential makes of it a relative error. Measured: 8e-8.
+    assert relative_error(out, case.expected) < TOLERANCE[case.dtype] + 2e-7 * case.magnitude**2
+
+
+def test_chunked_with_its_own_blocks():
+    case = Case(600, 1100, kv_lengths=(1100, 1030))
+    out = jax.jit(functools.partial(attention, impl="chunked"))(*case.inputs, kv_lengths=case.lengths)
+    assert relative_error(out, case.expected) < TOLERANCE[case.dtype]
+
+
+def test_keys_beyond_a_length_are_not_read():
+    case = Case(257, 257, kv_lengths=(1, 129))
+    q, k, v = case.inputs
+    beyond = jnp.arange(257)[:, None, None] >= case.lengths[:, None, None, None]
+    for implementation in IMPLEMENTATIONS.values():
+        wild = implementation(q, jnp.where(beyond, 1e4, k), jnp.where(beyond, 1e4, v), kv_lengths=case.lengths)
+        np.testing.assert_array_equal(wild, implementation(q, k, v, kv_lengths=case.lengths))
+
+
+def test_bias_and_scale():
+    """As T5 has them: an additive bias, and scores that are not scaled."""
+    q, k, v = Case(129, 129).inputs
+    bias = np.random.RandomState(1).standard_normal((2, 129, 129)).astype(np.float32)
+    lengths = jnp.array([129, 50])
+    out = jax.jit(functools.partial(attention, scale=1.0))(q, k, v, bias=jnp.asarray(bias), kv_lengths=lengths)
+    expected = attention_in_float64(q, k, v, bias=bias, scale=1.0, lengths=(129, 50))
+    assert relative_error(out, expected) < 2e-5
+
+
+def test_choose():
+    # Wan 2.1 at 832x480, 81 frames: 32760 tokens
+    assert choose((1, 32760, 12, 128), (1, 32760, 12, 128)).name == "chunked"
+    assert "51.51 GB" in choose((1, 32760, 12, 128), (1, 32760, 12, 128)).reason
+    assert choose((2, 96, 6, 32), (2, 96, 6, 32)).name == "reference"
+    assert choose((1, 32760, 12, 128), (1, 32760, 12, 128), biased=True).name == "reference"
+    limit = REFERENCE_SCORE_BYTES // 4
+    assert choose((1, limit, 1, 64), (1, 1, 1, 64)).name == "reference"
+    assert choose((1, limit + 1, 1, 64), (1, 1, 1, 64)).name == "chunked"
+
+
+def test_refusals():
+    q, k, v = Case(1, 1).inputs
+    with pytest.raises(ValueError, match="no attention implementation is called 'flash'; there are 'reference' and"):
+        attention(q, k, v, impl="flash")
+    with pytest.raises(ValueError, match="chunked attention takes no additive bias; use impl='reference'"):
+        attention(q, k, v, impl="chunked", bias=jnp.zeros((2, 1, 1)))
+
+
+# Rotary positions
+
+
+@pytest.mark.parametrize(
+    ("grid", "channels"), [((3, 4, 6), (8, 8, 8)), ((5, 3, 2), (8, 6, 6)), ((21, 2, 3), (44, 42, 42))]
+)
+def test_rope(grid, channels):
+    """Against the official code's form: pairs of channels as complex numbers, turned by the angles of three axes."""
+    size, length = sum(channels), int(np.prod(grid))
+    x = np.random.RandomState(0).standard_normal((2, length, 3, size)).astype(np.float32)
+    position = np.stack(np.unravel_index(np.arange(length), grid), -1)  # [L 3], frames slowest
+    angles = [position[:, [i]] * 10000.0 ** -(np.arange(0, width, 2) / width) for i, width in enumerate(channels)]
+    turned = x[..., ::2] + 1j * x[..., 1::2].astype(np.float64)
+    turned = turned * np.exp(1j * np.concatenate(angles, -1))[:, None]
+    expected = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+    ours = rotate(jnp.asarray(x), *grid_table(grid, channels))
+    assert ours.dtype == jnp.float32
+    assert relative_error(ours, expected) < 3e-7
+
+
+def test_rope_at_the_origin_changes_nothing():
+    x = np.random.RandomState(0).standard_normal((1, 1, 2, 24)).astype(np.float32)
+    np.testing.assert_array_equal(rotate(jnp.asarray(x), *grid_table((1, 1, 1), (8, 8, 8))), x)
+
+
+def test_axis_angles():
+    np.testing.assert_allclose(axis_angles(3, 4), [[0, 0], [1, 0.01], [2, 0.02]])
+
+
+# Convolutions
+
+
+def conv3d_in_float64(x, weight, stride, padding) -> np.ndarray:
+    x, weight = np.pad(np.asarray(x, np.float64), ((0, 0), *padding, (0, 0))), np.asarray(weight, np.float64)
+    kernel = weight.shape[:3]
+    sizes = [(n - k) // s + 1 for n, k, s in zip(x.shape[1:4], kernel, stride, strict=True)]
+    out = np.zeros((x.shape[0], *sizes, weight.shape[-1]))
+    for tap in np.ndindex(*kernel):
+        window = [slice(t, t + s * (n - 1) + 1, s) for t, n, s in zip(tap, sizes, stride, strict=True)]
+        out += x[:, window[0], window[1], window[2]] @ weight[tap]
+    return out
+
+
+@pytest.mark.parametrize("form", [conv3d, conv._direct, conv._folded], ids=["chosen", "direct", "folded"])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [
+        ((3, 3, 3), (1, 1, 1), ((0, 0), (1, 1), (1, 1))),
+        ((3, 3, 3), (1, 1, 1), ((2, 0), (1, 1), (1, 1))),
+        ((3, 1, 1), (2, 1, 1), ((0, 0), (0, 0), (0, 0))),
+        ((1, 3, 3), (1, 2, 2), ((0, 0), (0, 1), (0, 1))),
+        ((1, 1, 1), (1, 1, 1), ((0, 0), (0, 0), (0, 0))),
+    ],
+)
+def test_conv3d(form, kernel, stride, padding):
+    random = np.random.RandomState(0)
+    x = random.standard_normal((2, 5, 6, 8, 3)).astype(np.float32)
+    weight = random.standard_normal((*kernel, 3, 4)).astype(np.float32)
+    ours = form(jnp.asarray(x), jnp.asarray(weight), stride=stride, padding=padding)
+    assert relative_error(ours, conv3d_in_float64(x, weight, stride, padding)) < 1e-6
+
+
+def test_conv3d_moves_a_pixel():
+    x = jnp.zeros((1, 3, 3, 3, 1)).at[0, 1, 1, 1].set(7)
+    weight = jnp.zeros((3, 3, 3, 1, 1)).at[0, 1, 2].set(1)  # out[f, h, w] = x[f - 1, h, w + 1]
+    out = conv3d(x, weight, padding=((1, 1),) * 3)
+    np.testing.assert_array_equal(np.argwhere(out), [[0, 2, 1, 0, 0]])
+
+
+# Position buckets of T5
+
+
+def test_relative_buckets():
+    """Four buckets a side, to a distance of 16: 0, 1, and from 2 on 2 + 2 log(distance / 2) / log 8, at most 3."""
+    behind = [0, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    table = relative_buckets(10, 8, 16)
+    assert table.dtype == np.int32
+    np.testing.assert_array_equal(table[9, ::-1], behind)
+    np.testing.assert_array_equal(table[0], [0, *(bucket + 4 for bucket in behind[1:])])
+    for offset in range(-9, 10):  # only the distance counts
+        assert len(set(np.diagonal(table, offset))) == 1
+
+
+def test_relative_buckets_of_umt5():
+    """Exact up to 7; from 8 on bucket 8 + k begins at 8 * 2^(k / 2); all from 128 * 2^-0.5 on share the last."""
+    behind = relative_buckets(200, 32, 128)[199, ::-1]
+    np.testing.assert_array_equal(behind[:8], range(8))
+    starts = [np.argmax(behind == bucket) for bucket in range(8, 16)]
+    np.testing.assert_array_equal(starts, [8, 12, 16, 23, 32, 46, 64, 91])
+    assert set(behind[91:]) == {15}
