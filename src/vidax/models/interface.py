@@ -50,12 +50,20 @@ class Model(Protocol):
     """A model on disk: configs read and checked, weights not. Its phases take weights that the engine has loaded."""
 
     @property
+    def pipeline(self) -> str:
+        """The class of the pipeline in a `model_index.json` of this family."""
+
+    @property
     def files(self) -> dict[str, str]:
         """Where each part is."""
 
     @property
     def dit(self) -> Any:
         """The transformer's config."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """A tokenizer's file, or the text encoder's file that has it inside."""
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
@@ -74,6 +82,9 @@ class Model(Protocol):
 
     def attention_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(L, N, K) of the transformer's self-attention."""
+
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
 
     def text_encoder(self, dtype) -> Part: ...
 

@@ -56,6 +56,10 @@ class WanModel:
         return model
 
     @property
+    def pipeline(self) -> str:
+        return "WanPipeline"
+
+    @property
     def files(self) -> dict[str, str]:
         return {name: str(part.path) for name, part in self.parts.items()} | {"tokenizer": str(self.tokenizer)}
 
@@ -87,6 +91,17 @@ class WanModel:
         f, h, w, _ = self.latent_shape(width, height, frames)
         pt, ph, pw = self.dit.patch
         return (f // pt) * (h // ph) * (w // pw), self.dit.heads, self.dit.head_size
+
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        specs = {
+            "transformer": DiT.spec(self.dit, dtype),
+            "vae": VAE.spec(self.vae),
+            "text_encoder": T5Encoder.spec(self.text, dtype),
+        }
+        return {
+            name: (Part(specs[name], part.checkpoint(), part.names), part.config, part.layout)
+            for name, part in self.parts.items()
+        }
 
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
