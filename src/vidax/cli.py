@@ -26,6 +26,8 @@ REQUEST_FIELDS = (
     "noise",
 )
 
+PARTS = ("transformer", "vae", "text-encoder", "tokenizer")
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, with the nearest flag or command for a mistyped one."""
@@ -56,7 +58,9 @@ def parser() -> Parser:
     make = commands.add_parser("generate", help="make a video from a prompt", allow_abbrev=False)
     make.set_defaults(run=generate)
     make.add_argument("prompt", metavar="PROMPT")
-    make.add_argument("--model", default="demo", metavar="NAME|DIR", help="a model's name or a diffusers folder (demo)")
+    make.add_argument("--model", metavar="NAME|DIR", help="a model's name, folder or Hugging Face repository (demo)")
+    for part in PARTS:
+        make.add_argument(f"--{part}", metavar="FILE|DIR", help="in the place of the model's own, in any layout")
     make.add_argument("--size", type=size, metavar="WxH", help="width x height in pixels")
     make.add_argument("--frames", type=int, metavar="N")
     make.add_argument("--fps", type=int, metavar="N", help="frames per second of the file")
@@ -99,7 +103,8 @@ def generate(arguments: argparse.Namespace) -> None:
     from vidax.media.files import write_json
     from vidax.media.output import contact_sheet, open_writer, to_uint8, write_png
 
-    engine = load(arguments.model, dtype=arguments.dtype)
+    parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
+    engine = load(arguments.model, **parts, dtype=arguments.dtype)
     given = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
     request = engine.request(arguments.prompt, **given)
     path = output_path(arguments.output, request.prompt, request.seed, request.frames)
@@ -143,7 +148,7 @@ def models(arguments: argparse.Namespace) -> None:
         return
     for card in CARDS.values():
         width, height = card.size
-        where = "ships with vidax" if card.embedded else f"weights: {card.repository}-Diffusers"
+        where = "ships with vidax" if card.embedded else f"weights: {card.repository}"
         print(
             f"{card.name:17} {card.title}\n{'':17} {width}x{height}, {card.frames} frames, {card.steps} steps; {where}"
         )
