@@ -40,10 +40,10 @@ class Part(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Embeddings [B S text_dim] of prompts, and which of them were cut because they are too long."""
+    """Embeddings [S text_dim] of one prompt, on the host, and whether it was cut because it is too long."""
 
-    embeddings: jax.Array
-    truncated: list[bool]
+    embeddings: np.ndarray
+    truncated: bool
 
 
 class Model(Protocol):
@@ -92,14 +92,15 @@ class Model(Protocol):
 
     def decoder(self) -> Part: ...
 
-    def encode_text(self, encoder: Any, prompts: list[str]) -> Text: ...
+    def encode_text(self, encoder: Any, prompts: list[str]) -> Iterator[Text]:
+        """One after the other, each on its own, so that a prompt's embeddings do not depend on its neighbours."""
 
     def denoise(
         self,
         transformer: Any,
         table: SolverTable,
         noise: np.ndarray,
-        text: jax.Array,
+        text: np.ndarray,
         guidance_scale: float | None,
         on_step: Callable[[int], None],
     ) -> jax.Array:
@@ -109,7 +110,7 @@ class Model(Protocol):
         on_step: called after each step has finished on the device, with the number of steps done.
         """
 
-    def decode(self, decoder: Any, latents: jax.Array, dtype: str) -> Iterator[np.ndarray]:
+    def decode(self, decoder: Any, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
         """Frames [B f H W 3] of latents [B F H W C], chunk by chunk, in device memory that does not grow with F.
 
         dtype: "uint8", rounded on the device, or "float32" in [0, 1].

@@ -117,22 +117,23 @@ class WanModel:
         half = dataclasses.replace(part.names, skips=mapping.VAE_ENCODER[part.layout])
         return Part(VAE(encoder=None, decoder=Decoder.spec(self.vae)), part.checkpoint(), half)
 
-    def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Text:
+    def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Iterator[Text]:
         tokens = Tokenizer.load(self.tokenizer).encode(prompts, TEXT_TOKENS)
         if (largest := tokens.ids.max()) >= self.text.vocabulary:
             raise UserError(
                 f"{self.tokenizer}: gives token {largest}, but the text encoder's vocabulary has "
                 f"{self.text.vocabulary}; take both from one model"
             )
-        embeddings = encode(encoder, jnp.asarray(tokens.ids), jnp.asarray(tokens.lengths))
-        return Text(embeddings.block_until_ready(), tokens.truncated)
+        for row, truncated in enumerate(tokens.truncated):
+            embeddings = encode(encoder, tokens.ids[row : row + 1], tokens.lengths[row : row + 1])
+            yield Text(np.array(embeddings[0]), truncated)
 
     def denoise(
         self,
         transformer: DiT,
         table: SolverTable,
         noise: np.ndarray,
-        text: jax.Array,
+        text: np.ndarray,
         guidance_scale: float | None,
         on_step: Callable[[int], None],
     ) -> jax.Array:
@@ -146,7 +147,7 @@ class WanModel:
             on_step(i + 1)
         return state.sample
 
-    def decode(self, decoder: VAE, latents: jax.Array, dtype: str) -> Iterator[np.ndarray]:
+    def decode(self, decoder: VAE, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
         cache = None
         for i in range(latents.shape[1]):
             frames, cache = decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, dtype)
