@@ -70,7 +70,7 @@ class Results:
     def failed(self, task: Task, error: Exception) -> None:
         """What no user can put right comes with its traceback."""
         sentence = str(error) or type(error).__name__
-        self.count("failed", task.metadata | {"error": sentence})
+        self.count("failed", task.metadata | {"output": str(task.path), "error": sentence})
         if not isinstance(error, UserError):
             say("".join(traceback.format_exception(error)).rstrip())
             sentence = f"{task.path} failed ({type(error).__name__})"

@@ -16,6 +16,9 @@ from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, to_uint8, write_png
 
+# What a record says of the run, not of the video: a video that differs in these alone need not be made again.
+CIRCUMSTANCES = ("origins", "warnings", "attention", "device", "versions")
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -54,13 +57,11 @@ def plan(engine: Engine, wishes: Sequence[Wish], output: str | None, *, overwrit
             raise UserError(f"output {path} is already that of {other}; leave it out, or name each its own")
 
         def usable(path: Path) -> bool:
-            return record(path) not in taken and (
-                overwrite or free(path) or (resume and is_done(path, request, metadata))
-            )
+            return record(path) not in taken and (overwrite or free(path) or (resume and is_done(path, metadata)))
 
         path = path if named else next(filter(usable, names(path)))
         taken[record(path)] = place
-        if resume and not overwrite and is_done(path, request, metadata):
+        if resume and not overwrite and is_done(path, metadata):
             return Task(place, request, metadata, path, None)
         writer = open_writer(
             path,
@@ -91,15 +92,15 @@ def is_folder(path: str) -> bool:
     return path.endswith(("/", os.sep)) or Path(path).is_dir()
 
 
-def is_done(path: Path, request: Request, metadata: dict[str, Any]) -> bool:
-    """Whether `path` is there with a record of the same model and settings. Versions and the device may differ."""
+def is_done(path: Path, metadata: dict[str, Any]) -> bool:
+    """Whether `path` is there with a record of the same model and settings."""
     try:
         found = json.loads(record(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    same = ("model", "folder", "dtype", *request.settings())
-    wanted = json.loads(json_text({name: metadata[name] for name in same}))
-    return path.is_file() and isinstance(found, dict) and all(found.get(name) == wanted[name] for name in same)
+    wanted = {name: value for name, value in metadata.items() if name not in CIRCUMSTANCES}
+    same = isinstance(found, dict) and {name: found.get(name) for name in wanted} == json.loads(json_text(wanted))
+    return same and path.is_file()
 
 
 def write(task: Task, clip: Clip, *, overwrite: bool = False, sheet: bool = False) -> list[Path]:
