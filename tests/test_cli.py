@@ -195,7 +195,10 @@ def test_refuses_the_command(refused, words, sentence):
 
 
 def test_unknown_command_names_the_nearest(refused):
-    assert "unknown command 'generat'; did you mean 'generate'? there are generate, models, cache" in refused("generat")
+    assert (
+        "unknown command 'generat'; did you mean 'generate'? there are generate, models, check, convert, cache"
+        in refused("generat")
+    )
 
 
 def test_unknown_model_names_the_nearest(refused):

@@ -14,7 +14,7 @@ from vidax.errors import UserError
 if TYPE_CHECKING:
     from vidax.engine.jobs import Wish
 
-COMMANDS = ("generate", "models", "cache")
+COMMANDS = ("generate", "models", "check", "convert", "cache")
 
 # Flags that are fields of a request. A run's seeds make several requests, and its size has three flags.
 REQUEST_FIELDS = (
@@ -93,6 +93,24 @@ def parser() -> Parser:
     cards = commands.add_parser("models", help="list the models", allow_abbrev=False)
     cards.set_defaults(run=models)
     cards.add_argument("--json", action="store_true")
+
+    look = commands.add_parser("check", help="account for every tensor of a model's files", allow_abbrev=False)
+    look.set_defaults(run=check)
+    look.add_argument(
+        "--verify", action="store_true", help="also compare the files with the hashes that came with them"
+    )
+    look.add_argument("--json", action="store_true")
+
+    ready = commands.add_parser("convert", help="write a model in the form that loads fastest", allow_abbrev=False)
+    ready.set_defaults(run=convert)
+    ready.add_argument("--output", required=True, metavar="DIR", help="a folder that is not there yet")
+    ready.add_argument(
+        "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the large matrices (bfloat16)"
+    )
+    for command in (look, ready):
+        command.add_argument("model", metavar="MODEL", help="a model's name, folder or Hugging Face repository")
+        command.add_argument("--weights", metavar="DIR", help="where the model of that name is")
+        command.add_argument("--quiet", action="store_true", help="say nothing but errors")
 
     kept = commands.add_parser("cache", help="show or clear the compiled programs on disk", allow_abbrev=False)
     kept.set_defaults(run=cache)
@@ -209,6 +227,30 @@ def models(arguments: argparse.Namespace) -> None:
         print(
             f"{card.name:17} {card.title}\n{'':17} {width}x{height}, {card.frames} frames, {card.steps} steps; {where}"
         )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
+
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet or not arguments.verify) as progress:
+        accounts = checkpoints.check(model, hashes=arguments.verify, progress=progress)
+    if arguments.json:
+        print(json.dumps([account._asdict() for account in accounts], indent=2))
+    elif not arguments.quiet:
+        print(*(line for account in accounts for line in terminal.account_lines(account)), sep="\n")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
+
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet) as progress:
+        path = checkpoints.convert(model, arguments.output, dtype=arguments.dtype, progress=progress)
+    if not arguments.quiet:
+        print(path)
 
 
 def cache(arguments: argparse.Namespace) -> None:

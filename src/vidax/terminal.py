@@ -3,13 +3,16 @@
 import contextlib
 import io
 import json
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vidax.engine.checkpoints import Account
 from vidax.engine.engine import Progress, Silent
 from vidax.engine.tasks import Task
 from vidax.errors import UserError
@@ -90,6 +93,19 @@ class Results:
         return 1 if self.counts["failed"] else 0
 
 
+def account_lines(account: Account) -> list[str]:
+    """A component's tensors: what they are, which are left unread and why, and whose hash is known."""
+    lines = [
+        f"{account.component:13} {account.layout} layout, {account.tensors} tensors -> {account.parameters} "
+        f"parameters, {account.values:,} values, {account.stored_bytes / 1e9:.2f} GB: {account.path}"
+    ]
+    lines += [f"{'':13} not read: {name} ({reason})" for name, reason in account.skipped.items()]
+    return lines + [
+        f"{'':13} {'SHA-256 is right' if known else 'no SHA-256 is known'}: {file}"
+        for file, known in account.verified.items()
+    ]
+
+
 @contextlib.contextmanager
 def plain_warnings(quiet: bool) -> Iterator[None]:
     """What libraries warn of (JAX: a full disk under its cache) on one line, without their source code."""
@@ -99,10 +115,36 @@ def plain_warnings(quiet: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interruptible(progress: Progress) -> Iterator[Progress]:
+    """Ctrl-C that cannot get lost: libraries drop what is raised within their callbacks, but there is a next step."""
+    if threading.current_thread() is not threading.main_thread():
+        yield progress
+        return
+    pressed = threading.Event()
+
+    def press(*_: Any) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    class Checked:
+        def __getattr__(self, name: str) -> Any:
+            if pressed.is_set():
+                raise KeyboardInterrupt
+            return getattr(progress, name)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield Checked()  # type: ignore[misc]  # every method of `progress`, checked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
     """A line per phase: what is done, seconds per step, time left."""
     if quiet:
-        yield Silent()
+        with interruptible(Silent()) as silent:
+            yield silent
         return
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -138,5 +180,6 @@ def progress(quiet: bool) -> Iterator[Progress]:
         StepSeconds(),
     )
     # Lines of results go above the bars where both are on one screen, and into the pipe where stdout is one.
-    with Bars(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bars:
-        yield Reporter()
+    bars = Bars(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty())
+    with bars, interruptible(Reporter()) as reporter:
+        yield reporter

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from vidax.engine.engine import Progress, Silent
+from vidax.engine.engine import DTYPES, Progress, Silent
 from vidax.errors import UserError
 from vidax.media.files import sentences
 from vidax.models.interface import Model
@@ -89,6 +89,8 @@ def convert(model: Model, output: str | os.PathLike, *, dtype: str, progress: Pr
     dtype: of the large matrices. What comes with the model is kept: tokenizer, scheduler.
     """
     progress, output = progress or Silent(), Path(output)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
     if output.exists():
         raise UserError(f"{output} exists; name a folder that does not")
     parts = model.components(jnp.dtype(dtype))
