@@ -385,11 +385,14 @@ def test_a_config_that_contradicts_the_tensors(official, tmp_path):
     assert with_config(num_heads="two") == "the number of heads is 'two'; it is a whole number of 1 or more"
     assert with_config(model_type="i2v") == "model_type is 'i2v'; Wan 2.1 text-to-video needs 't2v'"
     assert with_config(text_len=226) == "text_len is 226; Wan 2.1 text-to-video needs 512"
-    assert with_config(_class_name="HunyuanModel") == (
-        "describes a HunyuanModel; the transformer of Wan 2.1 text to video is a WanTransformer3DModel"
+    assert "dim 48 is no multiple of 128" in with_config(_class_name="HunyuanModel"), "another file's, and not read"
+    (folder / "transformer").mkdir()
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+        shutil.move(folder / name, folder / "transformer" / name)
+    assert refused(folder) == (
+        f"{folder / 'transformer/config.json'}: describes a HunyuanModel; "
+        "the transformer of Wan 2.1 text to video is a WanTransformer3DModel"
     )
-    (folder / "config.json").unlink()
-    assert "dim 48 is no multiple of 128" in refused(folder)
 
 
 def test_parts_of_two_models(official, tmp_path):

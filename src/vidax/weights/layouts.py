@@ -237,16 +237,20 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
 
 
 def own_config(catalogue: Catalogue, kind: Kind, checkpoint: Path) -> tuple[dict[str, Any], str]:
-    """The `config.json` beside a checkpoint if it is this component's, and the file to name in errors about it."""
+    """The `config.json` beside a checkpoint if it is this component's, and the file to name in errors about it.
+
+    Where several checkpoints share a folder, as in official ones, a config.json may be another's.
+    """
     file = checkpoint.parent / "config.json"
     if not file.is_file():
         return {}, str(checkpoint)
     config = read_json(file)
     name = config.get("_class_name") or config.get("model_type")
-    if name is None or name in kind.classes:
+    alone = len(list_checkpoints(file.parent)) == 1
+    if name in kind.classes or (name is None and alone):
         return config, str(file)
-    if any(name in other.classes for other in catalogue.kinds.values()):
-        return {}, str(checkpoint)  # an official folder has the files of all components beside one another
+    if not alone:
+        return {}, str(checkpoint)
     raise UserError(f"{file}: describes a {name}; the {kind.title} of {catalogue.title} is a {kind.classes[0]}")
 
 
