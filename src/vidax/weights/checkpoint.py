@@ -36,7 +36,7 @@ class Tensor:
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    buffer: mmap.mmap
+    buffer: mmap.mmap | bytes
     offset: int
     strides: tuple[int, ...] | None = None
 
@@ -46,7 +46,7 @@ class Tensor:
 
     def give_back(self) -> None:
         """Let go of the pages that a view has read. They come back from the file when they are touched again."""
-        if self.strides is None and hasattr(mmap, "MADV_DONTNEED"):
+        if isinstance(self.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and self.strides is None:
             start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
             nbytes = math.prod(self.shape) * self.dtype.itemsize
             self.buffer.madvise(mmap.MADV_DONTNEED, start, self.offset + nbytes - start)
