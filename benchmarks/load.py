@@ -10,6 +10,7 @@ memory is what the process holds itself, without mapped files; the floor is the 
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def write(folder: Path, layers: int) -> None:
     shards: list[dict] = [{}]
     size = 0
     for name, shape in shapes.items():
-        tensor = np.resize(noise, shape)
+        tensor = noise[: math.prod(shape)].reshape(shape)  # a view: every tensor is smaller than the block
         size += tensor.nbytes
         if size > SHARD_BYTES:
             shards, size = [*shards, {}], tensor.nbytes
