@@ -1,13 +1,33 @@
-"""Eight virtual CPU devices for every test, and no network. The variables count only if they are set before JAX and
-huggingface_hub are imported.
+"""Eight virtual CPU devices for every test, no network, and nothing kept in the user's cache.
+
+The variables count only if they are set before JAX and huggingface_hub are imported.
 """
 
 import os
+import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="vidax-no-models-")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A folder with 160 KB of space."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk takes root, on Linux")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

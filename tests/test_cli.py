@@ -16,6 +16,7 @@ import tiny
 from PIL import Image
 
 from vidax import cli
+from vidax.engine.engine import Engine
 from vidax.models.wan import pipeline
 
 SMALL = ["--size", "32x32", "--frames", "5", "--steps", "2", "--quiet"]
@@ -108,6 +109,25 @@ def test_underscores_are_dashes(folder, tmp_path):
     assert json.loads((tmp_path / "x.json").read_text())["guidance_scale"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--height", "32", "--width=48", "--num-frames", "5", "--num_inference_steps=2"], ("48x32", 5, 2)),
+        (["--size", "48*32", "--frames", "5", "--steps", "2"], ("48x32", 5, 2)),
+        (["--size", "48X32", "--num_frames=5", "--steps", "2"], ("48x32", 5, 2)),
+        (["--height", "64", "--frames", "5", "--steps", "2"], ("832x64", 5, 2)),  # the width is the card's
+    ],
+)
+def test_names_of_diffusers_and_the_official_code_are_taken(folder, monkeypatch, capsys, words, expected):
+    """Up to the settings: nothing is generated."""
+    monkeypatch.setattr(Engine, "run", lambda *_: iter(()))
+    with pytest.raises(ValueError, match="zip"):
+        cli.main(["generate", "cat", "--model", str(folder), "--output", "/tmp/", *words])
+    lines = capsys.readouterr().err
+    for name, value in zip(("size", "frames", "steps"), expected, strict=True):
+        assert f"  {name:16} {value}  (given)\n" in lines
+
+
 def test_random_seed_is_recorded_and_repeats(folder, tmp_path, capsys):
     words = ["generate", "cat", "--model", str(folder), *SMALL, "--output", str(tmp_path / "a.npy")]
     assert cli.main([*words, "--seed", "-1"]) == 0
@@ -165,8 +185,8 @@ def test_refuses_an_empty_prompt(refused, folder, prompt):
         (["generate", "cat", "--negative_promt=x"], "unknown flag --negative-promt; did you mean --negative-prompt?"),
         (["generate", "cat", "runs"], "'runs' is one argument too many; put the prompt in quotes"),
         (["generate", "cat", "--size", "big"], "'big' is not a size; write width x height, for example 832x480"),
-        (["generate", "cat", "--frames", "many"], "argument --frames: invalid int value: 'many'"),
-        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate", "cat", "--frames", "many"], "argument --frames/--num-frames: invalid int value: 'many'"),
+        (["generate", "cat", "--seed", "1,b"], "'1,b' is neither a seed nor several; write 7, or 1,2,3 for three"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
@@ -175,7 +195,10 @@ def test_refuses_the_command(refused, words, sentence):
 
 
 def test_unknown_command_names_the_nearest(refused):
-    assert "unknown command 'generat'; did you mean 'generate'? there are generate and models" in refused("generat")
+    assert (
+        "unknown command 'generat'; did you mean 'generate'? there are generate, models, check, convert, cache"
+        in refused("generat")
+    )
 
 
 def test_unknown_model_names_the_nearest(refused):
@@ -355,9 +378,10 @@ def test_ctrl_c_of_a_real_process(folder, tmp_path):
     words = ["generate", "cat", "--model", str(folder), "--size", "32x32", "--frames", "5", "--steps", "100000"]
     command = [sys.executable, "-m", "vidax.cli", *words, "--output", str(tmp_path / "x.mp4")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ, text=True)
-    deadline = time.time() + 60
-    while not list(tmp_path.iterdir()) and time.time() < deadline and process.poll() is None:
-        time.sleep(0.05)  # until the writer's temporary file is there
+    assert process.stderr is not None
+    while "negative prompt" not in process.stderr.readline():  # the last of the settings; then the work begins
+        assert process.poll() is None
+    time.sleep(3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -25,6 +25,7 @@ LAYERS = [
     ("vidax.models.locate",),
     ("vidax.engine",),
     ("vidax.server",),
+    ("vidax.terminal",),
     ("vidax.cli", "vidax.__main__"),
 ]
 FOREIGN = {"torch", "torchvision", "transformers", "diffusers", "accelerate"}

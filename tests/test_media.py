@@ -306,7 +306,7 @@ def test_the_record_of_another_output_is_not_overwritten(tmp_path):
     files.write_json(tmp_path / "a.json", {})
     with pytest.raises(UserError, match=r"a\.json exists"):
         files.claim_output(tmp_path / "a.mp4")
-    assert files.free_name(tmp_path, "a", ".mp4").name == "a-0002.mp4"
+    assert files.free_name(tmp_path / "a.mp4").name == "a-0002.mp4"
 
 
 def test_claiming_leaves_nothing(tmp_path):
@@ -317,7 +317,7 @@ def test_claiming_leaves_nothing(tmp_path):
 def test_free_names(tmp_path):
     names = []
     for _ in range(3):
-        path = files.free_name(tmp_path, "a-cat-42", ".mp4")
+        path = files.free_name(tmp_path / "a-cat-42.mp4")
         path.touch()
         names.append(path.name)
     assert names == ["a-cat-42.mp4", "a-cat-42-0002.mp4", "a-cat-42-0003.mp4"]

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vidax.engine.engine import Engine, Result, load
+    from vidax.engine.engine import Engine, Job, Result, load
     from vidax.engine.request import Request
     from vidax.errors import UserError
     from vidax.models.registry import CARDS, Card
@@ -21,6 +21,7 @@ __version__ = version("vidax")
 _HOMES = {
     "load": "vidax.engine.engine",
     "Engine": "vidax.engine.engine",
+    "Job": "vidax.engine.engine",
     "Result": "vidax.engine.engine",
     "Request": "vidax.engine.request",
     "UserError": "vidax.errors",
@@ -28,7 +29,7 @@ _HOMES = {
     "CARDS": "vidax.models.registry",
 }
 
-__all__ = ["CARDS", "Card", "Engine", "Request", "Result", "UserError", "__version__", "load"]
+__all__ = ["CARDS", "Card", "Engine", "Job", "Request", "Result", "UserError", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,20 +1,23 @@
 """The command line: one function per subcommand. Settings and progress go to stderr; stdout has the result alone."""
 
 import argparse
-import contextlib
 import difflib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vidax import __version__
 from vidax.errors import UserError
 
+if TYPE_CHECKING:
+    from vidax.engine.jobs import Wish
+
+COMMANDS = ("generate", "models", "check", "convert", "cache")
+
+# Flags that are fields of a request. A run's seeds make several requests, and its size has three flags.
 REQUEST_FIELDS = (
-    "size",
     "frames",
     "fps",
     "steps",
@@ -22,7 +25,6 @@ REQUEST_FIELDS = (
     "flow_shift",
     "solver",
     "negative_prompt",
-    "seed",
     "noise",
 )
 
@@ -57,19 +59,25 @@ def parser() -> Parser:
 
     make = commands.add_parser("generate", help="make a video from a prompt", allow_abbrev=False)
     make.set_defaults(run=generate)
-    make.add_argument("prompt", metavar="PROMPT")
+    make.add_argument("prompt", nargs="?", metavar="PROMPT")
+    make.add_argument("--prompts", metavar="FILE", help="many jobs: a prompt or a JSON object a line; - is stdin")
     make.add_argument("--model", metavar="NAME|DIR", help="a model's name, folder or Hugging Face repository (demo)")
     for part in PARTS:
         make.add_argument(f"--{part}", metavar="FILE|DIR", help="in the place of the model's own, in any layout")
-    make.add_argument("--size", type=size, metavar="WxH", help="width x height in pixels")
-    make.add_argument("--frames", type=int, metavar="N")
+    make.add_argument("--size", type=size, metavar="WxH", help="width x height in pixels; or --width and --height")
+    make.add_argument("--width", type=int, help=argparse.SUPPRESS)
+    make.add_argument("--height", type=int, help=argparse.SUPPRESS)
+    make.add_argument("--frames", "--num-frames", type=int, metavar="N")
     make.add_argument("--fps", type=int, metavar="N", help="frames per second of the file")
-    make.add_argument("--steps", type=int, metavar="N", help="denoising steps")
+    make.add_argument("--steps", "--num-inference-steps", type=int, metavar="N", help="denoising steps")
     make.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off")
     make.add_argument("--flow-shift", type=float, metavar="S", help="above 1, more steps at high noise")
     make.add_argument("--solver", metavar="unipc|euler")
     make.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
-    make.add_argument("--seed", type=int, metavar="N", help="42 unless given; -1 draws one")
+    make.add_argument(
+        "--seed", type=seeds, metavar="N[,N...]", help="42 unless given; -1 draws one; 1,2,3 makes three videos"
+    )
+    make.add_argument("--num-videos", type=int, metavar="N", help="for each prompt and seed: seed, seed + 1, ... (1)")
     make.add_argument("--noise", metavar="torch|jax", help="whose random numbers the seed starts (torch)")
     make.add_argument(
         "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the matrix products (bfloat16)"
@@ -80,62 +88,129 @@ def parser() -> Parser:
         "--contact-sheet", action="store_true", help="also write a PNG that shows the frames side by side"
     )
     make.add_argument("--quiet", action="store_true", help="say nothing but errors")
-    make.add_argument("--json", action="store_true", help="print the metadata on stdout")
+    make.add_argument("--json", action="store_true", help="print the metadata on stdout; of many jobs, one a line")
 
     cards = commands.add_parser("models", help="list the models", allow_abbrev=False)
     cards.set_defaults(run=models)
     cards.add_argument("--json", action="store_true")
+
+    look = commands.add_parser("check", help="account for every tensor of a model's files", allow_abbrev=False)
+    look.set_defaults(run=check)
+    look.add_argument(
+        "--verify", action="store_true", help="also compare the files with the hashes that came with them"
+    )
+    look.add_argument("--json", action="store_true")
+
+    ready = commands.add_parser("convert", help="write a model in the form that loads fastest", allow_abbrev=False)
+    ready.set_defaults(run=convert)
+    ready.add_argument("--output", required=True, metavar="DIR", help="a folder that is not there yet")
+    ready.add_argument(
+        "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the large matrices (bfloat16)"
+    )
+    for command in (look, ready):
+        command.add_argument("model", metavar="MODEL", help="a model's name, folder or Hugging Face repository")
+        command.add_argument("--weights", metavar="DIR", help="where the model of that name is")
+        command.add_argument("--quiet", action="store_true", help="say nothing but errors")
+
+    kept = commands.add_parser("cache", help="show or clear the compiled programs on disk", allow_abbrev=False)
+    kept.set_defaults(run=cache)
+    kept.add_argument("--clear", action="store_true", help="remove them")
     return top
 
 
 def size(text: str) -> tuple[int, int]:
-    width, _, height = text.lower().partition("x")
+    from vidax.engine.request import parse_size
+
     try:
-        return int(width), int(height)
+        return parse_size(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seeds(text: str) -> list[int]:
+    try:
+        return [int(seed) for seed in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write width x height, for example 832x480") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a seed nor several; write 7, or 1,2,3 for three videos"
+        ) from None
 
 
-def generate(arguments: argparse.Namespace) -> None:
-    import numpy as np
+def generate(arguments: argparse.Namespace) -> int:
+    """Make one video, or many. Of many, those that fail do not stop the others, and those that are done are skipped."""
+    from vidax import terminal
+    from vidax.engine import compilation_cache, jobs, tasks
+    from vidax.engine.engine import load
 
-    from vidax.engine.engine import load, tags
-    from vidax.media.files import write_json
-    from vidax.media.output import contact_sheet, open_writer, to_uint8, write_png
-
+    wishes = asked(arguments)
+    uncached = compilation_cache.use()
+    if uncached and not arguments.quiet:
+        terminal.warn(uncached)
     parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
     engine = load(arguments.model, **parts, dtype=arguments.dtype)
-    given = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
-    request = engine.request(arguments.prompt, **given)
-    path = output_path(arguments.output, request.prompt, request.seed, request.frames)
-    metadata = engine.describe(request)
-    writer = open_writer(
-        path,
-        frames=request.frames,
-        height=request.height,
-        width=request.width,
-        fps=request.fps,
-        tags=tags(metadata),
-        overwrite=arguments.overwrite,
-    )
+    defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
+    defaults["size"] = chosen_size(arguments, engine.card.size)
+    videos = 1 if arguments.num_videos is None else arguments.num_videos
+    wishes = jobs.multiply(wishes, defaults, arguments.seed or (), videos)
+    many = arguments.prompts is not None or arguments.num_videos is not None or len(wishes) > 1
+    planned = tasks.plan(engine, wishes, arguments.output, overwrite=arguments.overwrite, resume=many)
     if not arguments.quiet:
-        print_settings(metadata)
-    with progress_bar(arguments.quiet) as progress, writer:
-        kept: list[np.ndarray] = []
-        for frames in engine.run(request, writer.dtype.__name__, metadata, progress):
-            writer.write(frames)
-            if arguments.contact_sheet:
-                kept.extend(frames if frames.dtype == "uint8" else to_uint8(frames * 2 - 1))
-    metadata["output"] = str(writer.path)
-    write_json(writer.path.with_suffix(".json"), metadata, overwrite=arguments.overwrite)
-    written = [writer.path]
-    if arguments.contact_sheet:
-        sheet = writer.path.with_name(f"{writer.path.stem}-frames.png")
-        written.append(write_png(sheet, contact_sheet(kept), overwrite=arguments.overwrite))
-    if arguments.json:
-        print(json.dumps(metadata, indent=2, ensure_ascii=False))
-    elif not arguments.quiet:
-        print(*written, sep="\n")
+        terminal.settings(planned)
+
+    results = terminal.Results(many=many, as_json=arguments.json, quiet=arguments.quiet)
+    for task in planned:
+        if task.writer is None:
+            results.skipped(task)
+    todo = [task for task in planned if task.writer is not None]
+    try:
+        quiet = arguments.quiet or not todo
+        with terminal.plain_warnings(quiet), terminal.progress(quiet) as progress:
+            for task, clip in zip(todo, engine.run([task.job for task in todo], progress), strict=True):
+                try:
+                    files = tasks.write(task, clip, overwrite=arguments.overwrite, sheet=arguments.contact_sheet)
+                except Exception as error:
+                    if not many:
+                        raise
+                    results.failed(task, error)
+                else:
+                    results.written(clip.metadata, files)
+    except KeyboardInterrupt:
+        if not many:
+            raise
+        done = f"{results.counts['written']} of {len(todo)} videos are written"
+        terminal.say(f"vidax: interrupted; {done}, the same command makes the others")
+        return 130
+    return results.close()
+
+
+def asked(arguments: argparse.Namespace) -> "list[Wish]":
+    """The prompt of the command line, or the jobs of a file."""
+    from vidax.engine.jobs import Wish, read_jobs
+
+    if (arguments.prompt is None) == (arguments.prompts is None):
+        raise UserError("give either a prompt, in quotes, or a file of them with --prompts")
+    if arguments.prompts is None:
+        return [Wish("", {"prompt": arguments.prompt})]
+    source = "stdin" if arguments.prompts == "-" else arguments.prompts
+    try:
+        data = sys.stdin.buffer.read() if source == "stdin" else Path(source).read_bytes()
+        return read_jobs(data.decode("utf-8-sig"), source)
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({error.strerror}); --prompts takes a text file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source}: is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
+
+
+def chosen_size(arguments: argparse.Namespace, default: tuple[int, int]) -> tuple[int, int] | None:
+    """--size, or --width and --height, of which one may be left to the card."""
+    width, height = arguments.width, arguments.height
+    if width is None and height is None:
+        return arguments.size
+    if arguments.size is not None:
+        raise UserError("give either --size or --width and --height")
+    return default[0] if width is None else width, default[1] if height is None else height
 
 
 def models(arguments: argparse.Namespace) -> None:
@@ -154,92 +229,66 @@ def models(arguments: argparse.Namespace) -> None:
         )
 
 
-def output_path(output: str | None, prompt: str, seed: int, frames: int) -> Path:
-    """The file to write: the one that was named, or a free name in the named or the current folder."""
-    from vidax.media.files import free_name, slug
+def check(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
 
-    if output and not Path(output).is_dir() and not output.endswith(("/", os.sep)):
-        return Path(output)
-    folder = Path(output or ".")
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; create it first")
-    return free_name(folder, f"{slug(prompt)}-{seed}", ".png" if frames == 1 else ".mp4")
-
-
-def print_settings(metadata: dict[str, Any]) -> None:
-    """Every setting and where it comes from, one line each."""
-    origins = metadata["origins"]
-    for name in ("model", "device", "dtype", "attention"):
-        print(f"  {name:16} {metadata[name]}", file=sys.stderr)
-    for name, origin in origins.items():
-        value = metadata[name]
-        if value is not None:
-            text = str(value) if len(str(value)) <= 60 else f"{str(value)[:57]}..."
-            print(f"  {name.replace('_', ' '):16} {text or repr(text)}  ({origin})", file=sys.stderr)
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet or not arguments.verify) as progress:
+        accounts = checkpoints.check(model, hashes=arguments.verify, progress=progress)
+    if arguments.json:
+        print(json.dumps([account._asdict() for account in accounts], indent=2))
+    elif not arguments.quiet:
+        print(*(line for account in accounts for line in terminal.account_lines(account)), sep="\n")
 
 
-@contextlib.contextmanager
-def progress_bar(quiet: bool):
-    """A line per phase on stderr: what is done, seconds per step, time left."""
-    from vidax.engine.engine import Silent
+def convert(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
 
-    if quiet:
-        yield Silent()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-    from rich.text import Text
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet) as progress:
+        path = checkpoints.convert(model, arguments.output, dtype=arguments.dtype, progress=progress)
+    if not arguments.quiet:
+        print(path)
 
-    class StepSeconds(ProgressColumn):
-        def render(self, task) -> Text:
-            if task.description != "denoise" or not task.completed:
-                return Text("")
-            speed = task.finished_speed or task.speed
-            return Text(f"{task.completed:.0f}/{task.total:.0f}" + (f", {1 / speed:.2f} s/step" if speed else ""))
 
-    class Reporter:
-        def phase(self, name: str, total: int) -> None:
-            self.task = bars.add_task(name, total=total)
+def cache(arguments: argparse.Namespace) -> None:
+    from vidax.engine import compilation_cache
 
-        def advance(self, done: int) -> None:
-            bars.update(self.task, completed=done)
-
-    columns = (
-        TextColumn("  {task.description:20}"),
-        BarColumn(24),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        StepSeconds(),
-    )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        yield Reporter()
+    if theirs := compilation_cache.theirs():
+        raise UserError(f"{theirs} comes from JAX_COMPILATION_CACHE_DIR: vidax uses it, but leaves it to you")
+    folder = compilation_cache.folder()
+    programs, total = compilation_cache.contents(folder)
+    if arguments.clear:
+        compilation_cache.clear(folder)
+        print(f"{folder}: removed {programs} programs, {total} bytes")
+    else:
+        print(f"{folder}: {programs} programs, {total} bytes of at most {compilation_cache.MAX_BYTES}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0; 2 for what the user can put right, 130 when interrupted."""
+    """Run a command. Returns 0; 1 if a job of many failed, 2 for what the user can put right, 130 if interrupted."""
     words = [same_flag(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
         if words and not words[0].startswith("-"):
             check_command(words[0])
         arguments = parser().parse_args(words)
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except UserError as error:
-        print(f"vidax: {error}", file=sys.stderr)
+        print(*(f"vidax: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("vidax: interrupted; nothing was written", file=sys.stderr)
         return 130
-    return 0
 
 
 def check_command(word: str) -> None:
     """argparse lists the commands, but does not say which is nearest."""
-    commands = ("generate", "models")
-    if word not in commands:
-        near = difflib.get_close_matches(word, commands, n=1, cutoff=0.5)
+    if word not in COMMANDS:
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown command {word!r}; {hint}there are {' and '.join(commands)}")
+        raise UserError(f"unknown command {word!r}; {hint}there are {', '.join(COMMANDS)}")
 
 
 def same_flag(word: str) -> str:

@@ -1,20 +1,21 @@
-"""The engine: loads one part of a model at a time, runs its phase and takes the memory back."""
+"""The engine: loads one part of a model at a time, runs its phase for every job and takes the memory back."""
 
 import contextlib
 import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vidax import __version__
-from vidax.engine.request import Request, resolve
+from vidax.engine.request import Request, resolve, untrained
 from vidax.errors import UserError
 from vidax.media.files import write_json
 from vidax.media.output import open_writer, to_uint8
@@ -34,7 +35,13 @@ class Progress(Protocol):
 
     def phase(self, name: str, total: int) -> None: ...
 
+    def job(self, number: int, count: int) -> None:
+        """Within denoise and decode, whose `total` is that of all jobs: which of them is at work, from 1."""
+
     def advance(self, done: int) -> None: ...
+
+    def warn(self, sentence: str) -> None:
+        """What the user should know although the work goes on."""
 
 
 class Silent:
@@ -43,8 +50,32 @@ class Silent:
     def phase(self, name: str, total: int) -> None:
         pass
 
+    def job(self, number: int, count: int) -> None:
+        pass
+
     def advance(self, done: int) -> None:
         pass
+
+    def warn(self, sentence: str) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A video to make, and how its frames are wanted: "float32" in [0, 1] or "uint8", rounded."""
+
+    request: Request
+    frames_dtype: str = "float32"
+
+
+class Clip(NamedTuple):
+    """A job's frames [f H W 3] as they are decoded, and its record, which is complete when the last one is taken.
+
+    What stopped the job, be it steps ago, is raised when its frames are asked for.
+    """
+
+    frames: Iterator[np.ndarray]
+    metadata: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +99,7 @@ class Result:
 
 
 class Engine:
-    """A model ready to generate. Weights are loaded phase by phase, when a request runs."""
+    """A model ready to generate. Weights are loaded phase by phase, when jobs run."""
 
     def __init__(self, card: Card, model: Model, *, dtype: str = "bfloat16"):
         if dtype not in DTYPES:
@@ -83,43 +114,93 @@ class Engine:
         self, prompt: str, *, frames_dtype: str = "float32", progress: Progress | None = None, **fields: Any
     ) -> Result:
         """Generate one video; fields as in `request`. frames_dtype: "float32" in [0, 1] or "uint8", rounded."""
-        request = self.request(prompt, **fields)
-        metadata: dict[str, Any] = {}
-        frames = np.concatenate(list(self.run(request, frames_dtype, metadata, progress)))
-        return Result(frames=frames, fps=request.fps, metadata=metadata)
+        (result,) = self.generate_many([self.request(prompt, **fields)], frames_dtype=frames_dtype, progress=progress)
+        return result
 
-    def run(
-        self, request: Request, frames_dtype: str, metadata: dict[str, Any], progress: Progress | None = None
-    ) -> Iterator[np.ndarray]:
-        """Frames [f H W 3] of a request, as they are decoded. `metadata` fills up and is complete at the end."""
+    def generate_many(
+        self, requests: Iterable[Request], *, frames_dtype: str = "float32", progress: Progress | None = None
+    ) -> Iterator[Result]:
+        """One video after the other, in order, each phase's weights loaded once for all of them.
+
+        The first that fails ends it; `run` goes on with the others.
+        """
+        jobs = [Job(request=request, frames_dtype=frames_dtype) for request in requests]
+        for job, clip in zip(jobs, self.run(jobs, progress), strict=True):
+            # Without a name: this frame would keep the video while the next one is made.
+            yield Result(frames=np.concatenate(list(clip.frames)), fps=job.request.fps, metadata=clip.metadata)
+
+    def run(self, jobs: Sequence[Job], progress: Progress | None = None) -> Iterator[Clip]:
+        """All text is encoded, then all latents are denoised, then decoded as the clips are taken, in order.
+
+        Between the phases a job is a few megabytes on the host. A fault of one job is raised by its clip alone; what
+        concerns all of them, such as weights that cannot be loaded, is raised here.
+        """
+        if not jobs:
+            return
         progress = progress or Silent()
-        timings: dict[str, float] = {}
-        metadata |= self.describe(request) | {"timings_seconds": timings}
-        dtype = jnp.dtype(self.dtype)
+        dtype, timings = jnp.dtype(self.dtype), dict[str, float]()
+        works = [Work(job, self.describe(job.request) | {"timings_seconds": {}}) for job in jobs]
+        # Opened before any is read: a damaged file is found now, not after an hour of denoising.
+        parts = self.model.text_encoder(dtype), self.model.transformer(dtype), self.model.decoder()
 
-        prompts = [request.prompt, request.negative_prompt] if request.guided else [request.prompt]
-        encoder = self.load("text encoder", self.model.text_encoder(dtype), timings, progress)
-        with phase("encode text", len(prompts), timings, progress):
-            text = self.model.encode_text(encoder, prompts)
-        metadata["prompt_truncated"] = text.truncated[0]
+        encoder = self.load("text encoder", parts[0], timings, progress)
+        prompts = list(dict.fromkeys(prompt for job in jobs for prompt in job.request.prompts))
+        texts: dict[str, np.ndarray] = {}
+        with phase("encode text", len(prompts), timings, progress) as advance:
+            for prompt, text in zip(prompts, self.model.encode_text(encoder, prompts), strict=True):
+                texts[prompt] = text.embeddings
+                if text.truncated:
+                    warn_of_cut(prompt, len(text.embeddings), works, progress)
+                advance(len(texts))
         del encoder
 
-        sampler = request.sampler
+        dit = self.load("transformer", parts[1], timings, progress)
+        with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
+            done = 0
+            for number, work in enumerate(works, 1):
+                progress.job(number, len(works))
+                with work.own_fault(), work.timed("denoise"):
+                    work.latents = self.denoise(dit, work, texts, after(done, advance))
+                done += work.steps
+                advance(done)
+        del dit, texts
+
+        # Where every job has failed there is nothing to decode, but each still says why.
+        vae = self.load("decoder", parts[2], timings, progress) if any(work.error is None for work in works) else None
+        with phase("decode", sum(work.job.request.frames for work in works), timings, progress) as advance:
+            done = 0
+            for number, work in enumerate(works, 1):
+                progress.job(number, len(works))
+                work.metadata["timings_seconds"] |= timings | work.metadata["timings_seconds"]
+                frames = self.decode(vae, work, after(done, advance))
+                yield Clip(frames, work.metadata)
+                frames.close()
+                work.latents = None
+                done += work.job.request.frames
+                advance(done)
+
+    def denoise(
+        self, dit: Any, work: "Work", texts: Mapping[str, np.ndarray], on_step: Callable[[int], None]
+    ) -> np.ndarray:
+        """A job's latents [1 F H W C], on the host."""
+        request = work.job.request
         f, h, w, c = self.model.latent_shape(request.width, request.height, request.frames)
         noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(0, 2, 3, 4, 1)  # drawn channels first
+        text = np.stack([texts[prompt] for prompt in request.prompts])
         guidance_scale = request.guidance_scale if request.guided else None
-        dit = self.load("transformer", self.model.transformer(dtype), timings, progress)
-        with phase("denoise", sampler.steps, timings, progress) as advance:
-            latents = self.model.denoise(dit, sampler.table(), noise, text.embeddings, guidance_scale, advance)
-        del dit
+        return np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
 
-        vae = self.load("decoder", self.model.decoder(), timings, progress)
-        with phase("decode", request.frames, timings, progress) as advance:
-            done = 0
-            for frames in self.model.decode(vae, latents, frames_dtype):
+    def decode(self, vae: Any, work: "Work", on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
+        """A job's frames [f H W 3]; its record is complete at the end."""
+        if work.error is not None:
+            raise work.error
+        assert work.latents is not None
+        done = 0
+        with work.timed("decode"):
+            for frames in self.model.decode(vae, work.latents, work.job.frames_dtype):
                 yield frames[0]
                 done += frames.shape[1]
-                advance(done)
+                on_frames(done)
 
     def load(self, name: str, part: Part, timings: dict[str, float], progress: Progress) -> Any:
         """A part's weights on the device. Nothing here keeps them: they are gone when the caller lets go."""
@@ -137,10 +218,58 @@ class Engine:
             "dtype": self.dtype,
             **request.settings(),
             "origins": request.origins,
+            "warnings": untrained(self.card, request),
             "attention": f"{attention.name} ({attention.reason})",
             "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
             "versions": {"vidax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         }
+
+
+@dataclasses.dataclass
+class Work:
+    """A job under way. `metadata` is its record, `error` what stopped it."""
+
+    job: Job
+    metadata: dict[str, Any]
+    latents: np.ndarray | None = None
+    error: Exception | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.job.request.sampler.steps
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.metadata["timings_seconds"][name] = round(time.perf_counter() - start, 3)
+
+    @contextlib.contextmanager
+    def own_fault(self) -> Iterator[None]:
+        """What goes wrong inside is this job's `error`. Its trace keeps the lines and lets go of the weights."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            link: BaseException | None = error
+            while link is not None:
+                traceback.clear_frames(link.__traceback__)
+                link = link.__cause__ or link.__context__
+
+
+def after(start: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """`advance` for one job, when `start` of the phase's total is that of jobs before it."""
+    return lambda done: advance(start + done)
+
+
+def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progress) -> None:
+    """Say that a prompt was cut, also in the records of its jobs."""
+    start = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
+    sentence = f"the prompt {start!r} is longer than {tokens} tokens; what comes after them is left out"
+    for work in works:
+        if prompt in work.job.request.prompts:
+            work.metadata["warnings"].append(sentence)
+    progress.warn(sentence)
 
 
 @contextlib.contextmanager

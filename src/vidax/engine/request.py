@@ -1,6 +1,7 @@
 """What a user asks for, filled from the model's card and checked in sentences."""
 
 import dataclasses
+import re
 import secrets
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from vidax.sampling.sampler import Sampler, from_diffusers_config
 from vidax.sampling.solvers import Euler, UniPC
 
 SOLVERS = ("unipc", "euler")
+DEFAULT_SEED = 42
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class Request:
     def guided(self) -> bool:
         """Whether the negative prompt plays a part: at guidance 1 and below one branch is run, as in diffusers."""
         return self.guidance_scale > 1
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts to encode, in the order of the branches."""
+        return (self.prompt, self.negative_prompt) if self.guided else (self.prompt,)
 
     def settings(self) -> dict[str, Any]:
         """Every setting under the name that the command line gives it."""
@@ -79,8 +86,8 @@ def resolve(
     """
     origins: dict[str, str] = {}
 
-    def pick(name: str, given: Any, default: Any, origin: str = f"card {card.name}") -> Any:
-        origins[name] = "given" if given is not None else origin
+    def pick(name: str, given: Any, default: Any, origin: str | None = None) -> Any:
+        origins[name] = "given" if given is not None else origin or origin_in_card(card, name)
         return default if given is None else given
 
     if not prompt.strip():
@@ -96,7 +103,7 @@ def resolve(
     if not 0 <= guidance_scale < float("inf"):
         raise UserError(f"guidance scale {guidance_scale}: a number of 0 or more; 1 turns guidance off")
     sampler = make_sampler(card, model, pick, steps, flow_shift, solver)
-    seed = pick("seed", seed, 42, "default")
+    seed = pick("seed", seed, DEFAULT_SEED, "default")
     if seed == -1:
         seed, origins["seed"] = secrets.randbelow(2**32), "random"
     noise = pick("noise", noise, "torch", "default")
@@ -117,6 +124,33 @@ def resolve(
         sampler=sampler,
         origins=origins,
     )
+
+
+def origin_in_card(card: Card, name: str) -> str:
+    """Where a card's value comes from, with its source where the published ones disagree."""
+    return f"card {card.name}" + (f": {card.sources[name]}" if name in card.sources else "")
+
+
+def untrained(card: Card, request: Request) -> list[str]:
+    """Sentences on what is asked of the model beyond what it was trained for."""
+    sentences = []
+    size = (request.width, request.height)
+    if card.trained_sizes and size not in card.trained_sizes:
+        sizes = ", ".join(f"{width}x{height}" for width, height in card.trained_sizes)
+        sentences.append(f"size {size[0]}x{size[1]}: {card.name} was trained for {sizes}; other sizes may look worse")
+    if card.trained_frames and request.frames not in card.trained_frames:
+        lengths = " and ".join(map(str, card.trained_frames))
+        frames = f"{request.frames} frame{'s' if request.frames > 1 else ''}"
+        sentences.append(f"{frames}: {card.name} was trained for {lengths}; other lengths may look worse")
+    return sentences
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """(width, height) of `832x480`, or of `832*480` as the official code writes it."""
+    numbers = re.fullmatch(r"\s*(\d+)\s*[xX*\u00d7]\s*(\d+)\s*", text)
+    if not numbers:
+        raise UserError(f"{text!r} is not a size; write width x height, for example 832x480")
+    return int(numbers[1]), int(numbers[2])
 
 
 def check_size(width: int, height: int, multiple: int) -> None:
@@ -140,12 +174,16 @@ def make_sampler(card: Card, model: Model, pick, steps: int | None, shift: float
     """
     steps = pick("steps", steps, card.steps)
     if model.scheduler is None:
-        origin = f"card {card.name}"
+        origin = origin_in_card(card, "flow_shift")
         sampler = card_sampler(card, steps, card.flow_shift if shift is None else shift)
+        pick("flow_shift", shift, sampler.shift, origin)
+        origin = f"card {card.name}"
     else:
         origin = "scheduler_config.json"
         sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
-    pick("flow_shift", shift, sampler.shift, origin)
+        disputed = "flow_shift" in card.sources and sampler.shift != card.flow_shift
+        other = f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}" if disputed else ""
+        pick("flow_shift", shift, sampler.shift, origin + other)
     name = pick("solver", solver, solver_name(sampler), origin)
     if solver == "euler":
         sampler = dataclasses.replace(sampler, solver=Euler())

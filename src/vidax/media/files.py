@@ -6,6 +6,7 @@ lost to another run that finished first under the same name (`AtomicFile` then t
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ def claim_output(path: str | os.PathLike, *, overwrite: bool = False) -> Path:
     """
     path = Path(path)
     with sentences(path):
-        for taken in (path, _record(path)):
+        for taken in (path, record(path)):
             if taken.is_dir():
                 raise UserError(f"{taken} is a folder; name a file in it")
             if os.path.lexists(taken) and not overwrite:
@@ -37,13 +38,26 @@ def claim_output(path: str | os.PathLike, *, overwrite: bool = False) -> Path:
     return path
 
 
-def free_name(directory: str | os.PathLike, stem: str, suffix: str) -> Path:
-    """`stem.suffix` in `directory`, or `stem-0002.suffix`, `stem-0003.suffix`, ...: the first that is free."""
-    path, number = Path(directory) / f"{stem}{suffix}", 1
-    while os.path.lexists(path) or os.path.lexists(_record(path)):
-        number += 1
-        path = path.with_name(f"{stem}-{number:04d}{suffix}")
-    return path
+def names(path: Path) -> Iterator[Path]:
+    """`stem.suffix`, then `stem-0002.suffix`, `stem-0003.suffix`, ..."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.stem}-{number:04d}{path.suffix}")
+
+
+def free(path: Path) -> bool:
+    """Whether neither `path` is there nor the record that would be beside it."""
+    return not os.path.lexists(path) and not os.path.lexists(record(path))
+
+
+def free_name(path: Path) -> Path:
+    """The first of `names` that is free."""
+    return next(filter(free, names(path)))
+
+
+def record(path: Path) -> Path:
+    """The JSON file beside an output."""
+    return path.with_suffix(".json")
 
 
 def slug(text: str, limit: int = 48) -> str:
@@ -90,7 +104,7 @@ class AtomicFile:
         try:
             if kind is None:
                 if not self.overwrite and os.path.lexists(self.path):
-                    self.path = free_name(self.path.parent, self.path.stem, self.path.suffix)
+                    self.path = free_name(self.path)
                 os.replace(self.temporary, self.path)
         finally:
             self.temporary.unlink(missing_ok=True)
@@ -182,10 +196,6 @@ def _sentence(path: Path, error: Exception) -> str:
     if number in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{path}: the folder {folder} cannot be written to ({reason}); choose another"
     return f"{path}: cannot be written ({reason}); try another folder"
-
-
-def _record(path: Path) -> Path:
-    return path.with_suffix(".json")
 
 
 def _create_temporary(path: Path) -> Path:

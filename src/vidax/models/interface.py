@@ -40,14 +40,18 @@ class Part(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Embeddings [B S text_dim] of prompts, and which of them were cut because they are too long."""
+    """Embeddings [S text_dim] of one prompt, on the host, and whether it was cut because it is too long."""
 
-    embeddings: jax.Array
-    truncated: list[bool]
+    embeddings: np.ndarray
+    truncated: bool
 
 
 class Model(Protocol):
     """A model on disk: configs read and checked, weights not. Its phases take weights that the engine has loaded."""
+
+    @property
+    def pipeline(self) -> str:
+        """The class of the pipeline in a `model_index.json` of this family."""
 
     @property
     def files(self) -> dict[str, str]:
@@ -56,6 +60,10 @@ class Model(Protocol):
     @property
     def dit(self) -> Any:
         """The transformer's config."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """A tokenizer's file, or the text encoder's file that has it inside."""
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
@@ -75,20 +83,24 @@ class Model(Protocol):
     def attention_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(L, N, K) of the transformer's self-attention."""
 
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
+
     def text_encoder(self, dtype) -> Part: ...
 
     def transformer(self, dtype) -> Part: ...
 
     def decoder(self) -> Part: ...
 
-    def encode_text(self, encoder: Any, prompts: list[str]) -> Text: ...
+    def encode_text(self, encoder: Any, prompts: list[str]) -> Iterator[Text]:
+        """One after the other, each on its own, so that a prompt's embeddings do not depend on its neighbours."""
 
     def denoise(
         self,
         transformer: Any,
         table: SolverTable,
         noise: np.ndarray,
-        text: jax.Array,
+        text: np.ndarray,
         guidance_scale: float | None,
         on_step: Callable[[int], None],
     ) -> jax.Array:
@@ -98,7 +110,7 @@ class Model(Protocol):
         on_step: called after each step has finished on the device, with the number of steps done.
         """
 
-    def decode(self, decoder: Any, latents: jax.Array, dtype: str) -> Iterator[np.ndarray]:
+    def decode(self, decoder: Any, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
         """Frames [B f H W 3] of latents [B F H W C], chunk by chunk, in device memory that does not grow with F.
 
         dtype: "uint8", rounded on the device, or "float32" in [0, 1].

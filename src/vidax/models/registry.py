@@ -1,6 +1,7 @@
 """Every model that has a name, on one page: what it is, and the recipe that its authors publish."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from vidax.models.interface import Model
 from vidax.models.wan import config as wan
@@ -12,8 +13,9 @@ from vidax.sampling.schedules import Grid
 class Card:
     """A model's name, where its weights are published, and the settings used where a request leaves them open.
 
-    size is (width, height); `source` says where the settings come from; `embedded` is the folder in this package, if
-    it ships here.
+    size is (width, height); `source` says where the settings come from, `sources` which source a setting follows where
+    the published ones disagree; `embedded` is the folder in this package, if it ships here. `trained_sizes` and
+    `trained_frames` are what its authors support; empty where nobody says.
     """
 
     name: str
@@ -32,6 +34,9 @@ class Card:
     grid: Grid
     negative_prompt: str
     source: str
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    trained_sizes: tuple[tuple[int, int], ...] = ()
+    trained_frames: tuple[int, ...] = ()
     embedded: str | None = None
 
 
@@ -52,6 +57,8 @@ DEMO = Card(
     grid="diffusers",
     negative_prompt="",
     source="recipes/train_demo.py",
+    trained_sizes=((64, 64),),
+    trained_frames=(17,),
     embedded="assets/demo",
 )
 
@@ -72,6 +79,8 @@ WAN21_T2V_14B = Card(
     grid="official",
     negative_prompt=wan.NEGATIVE_PROMPT,
     source="Wan-Video/Wan2.1, generate.py and wan/configs",
+    trained_sizes=((1280, 720), (720, 1280), (832, 480), (480, 832)),  # SUPPORTED_SIZES in wan/configs/__init__.py
+    trained_frames=(1, 81),  # frame_num in generate.py: 1 for text to image, which takes the 14B weights
 )
 
 WAN21_T2V_1_3B = dataclasses.replace(
@@ -85,6 +94,12 @@ WAN21_T2V_1_3B = dataclasses.replace(
     guidance_scale=6.0,
     flow_shift=8.0,
     source="Wan-Video/Wan2.1, README.md (guidance 6 and shift 8 for 1.3B; generate.py says 5 and 5 for all models)",
+    sources={
+        "guidance_scale": "README.md of Wan2.1; its generate.py and diffusers take 5, FastVideo 3",
+        "flow_shift": "README.md of Wan2.1, 8 to 12; its generate.py takes 5, diffusers and FastVideo 3",
+    },
+    trained_sizes=((832, 480), (480, 832)),  # SUPPORTED_SIZES in wan/configs/__init__.py
+    trained_frames=(81,),
 )
 
 CARDS = {card.name: card for card in (DEMO, WAN21_T2V_1_3B, WAN21_T2V_14B)}
@@ -100,6 +115,8 @@ UNNAMED = dataclasses.replace(
     size=(832, 480),
     negative_prompt="",
     source="the defaults of diffusers' WanPipeline",
+    trained_sizes=(),
+    trained_frames=(),
 )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,13 +36,20 @@ class Tensor:
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    buffer: mmap.mmap
+    buffer: mmap.mmap | bytes
     offset: int
     strides: tuple[int, ...] | None = None
 
     def view(self) -> np.ndarray:
         """The values, read-only and not copied: pages are read from the file as they are touched."""
         return np.ndarray(self.shape, self.dtype, self.buffer, self.offset, self.strides)
+
+    def give_back(self) -> None:
+        """Let go of the pages that a view has read. They come back from the file when they are touched again."""
+        if isinstance(self.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and self.strides is None:
+            start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            nbytes = math.prod(self.shape) * self.dtype.itemsize
+            self.buffer.madvise(mmap.MADV_DONTNEED, start, self.offset + nbytes - start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

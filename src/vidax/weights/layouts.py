@@ -13,6 +13,7 @@ from typing import Any
 from vidax.errors import UserError
 from vidax.weights.checkpoint import Checkpoint, few, read_json
 from vidax.weights.files import list_checkpoints, open_checkpoint
+from vidax.weights.held import held_config
 from vidax.weights.mapping import Mapping as Names
 from vidax.weights.mapping import check_names
 
@@ -25,12 +26,14 @@ class Layout:
     """One way in which a component is published.
 
     markers: names that every such checkpoint has, and that no other component has all of.
+    ours:    whether `vidax convert` wrote it, with its config in the header (`weights.held`).
     names:   the mapping for a config; for None one that is right for every parameter that `Kind.numbers` asks for.
     """
 
     name: str
     markers: tuple[str, ...]
     names: Callable[[Any], Names]
+    ours: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +214,7 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
     if stranger := find_stranger(catalogue, checkpoint):
         raise refuse(catalogue, checkpoint, *stranger)
     if (known := identify(catalogue, checkpoint)) is None:
-        layouts = " or ".join(layout.name for layout in kind.layouts)
+        layouts = " or ".join(layout.name for layout in kind.layouts if not layout.ours)
         raise UserError(
             f"{checkpoint.path}: no {kind.title} of {catalogue.title} in {layouts} layout: "
             f"its {len(checkpoint)} tensors are {few(sorted(checkpoint), 2)}"
@@ -223,9 +226,9 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
     def names(config: Any) -> Names:
         return dataclasses.replace(layout.names(config), prefix=prefix)
 
-    numbers = kind.numbers(Shapes(checkpoint, names(None)))
+    numbers = held_config(checkpoint) if layout.ours else kind.numbers(Shapes(checkpoint, names(None)))
     for label, wanted in kind.limits.items():
-        if numbers[label] != wanted:
+        if numbers.get(label, wanted) != wanted:
             raise UserError(f"{checkpoint.path}: {label} {numbers[label]}; {catalogue.title} takes {wanted}")
     stated, source = own_config(catalogue, kind, checkpoint.path)
     config = kind.config(stated, source, numbers)

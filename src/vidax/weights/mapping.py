@@ -28,12 +28,14 @@ class Mapping:
     skips:   (pattern, reason) for tensors that are left unread on purpose, by `re.search` in the checkpoint's name.
     aliases: (name, other name) of one tensor in the checkpoint, such as tied embeddings. Either may be stored; where
              both are, they must hold the same values.
+    held:    the checkpoint has our names, stacks and shapes (`vidax convert`): nothing is renamed or transposed.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
+    held: bool = False
 
     def rename(self, path: str) -> str:
         for pattern, replacement in self.renames:
@@ -79,6 +81,9 @@ def checkpoint_names(spec_tree: Any, mapping: Mapping) -> list[Leaf]:
     for path, spec in named_leaves(spec_tree):
         assert is_spec(spec), f"{path} holds {spec!r} where a Spec belongs: a field without static()?"
         name = mapping.rename(path)
+        if mapping.held:
+            leaves.append(Leaf(path, spec.held(), (name,)))
+            continue
         assert name.count("{}") == spec.stacked, (
             f"{path} ({spec.axes}) is renamed {name}: one {{}} if stacked, else none"
         )

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import tokenizers
 from vidax.errors import UserError
 from vidax.weights import open_checkpoint
 
+SPECIAL_TOKENS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one wins
 NAMES = ("tokenizer.json", "spiece.model")  # the first is what Wan's own code reads
 EMBEDDED = "spiece_model"  # a uint8 tensor in single-file text encoders made for ComfyUI
 
@@ -77,6 +79,18 @@ def find_tokenizer(folder: Path, within: Sequence[str] = ("", "tokenizer", "goog
     """The tokenizer's file in a folder, or in one of these folders inside it."""
     places = (folder / part / name for part in within for name in NAMES)
     return next((place for place in places if place.is_file()), None)
+
+
+def save_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a tokenizer (a file or its folder), and what stands beside it about special tokens, into a new folder."""
+    source = find_tokenizer(source, within=("",)) or source
+    folder.mkdir(parents=True)
+    if source.name not in NAMES:
+        (folder / "spiece.model").write_bytes(open_checkpoint(source)[EMBEDDED].view().tobytes())
+        return
+    for file in (source, *(source.parent / name for name in SPECIAL_TOKENS)):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def nearest_tokenizer(text_encoder: Path) -> Path | None:
@@ -184,7 +198,7 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """{"pad_token": "<pad>", ...}; the configuration wins over the older map."""
     named: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in SPECIAL_TOKENS:
         file = folder / name
         if file.is_file():
             named.update(_tokens_of(_read_json(file)))

@@ -13,7 +13,7 @@ from vidax.models.wan.vae import VAEConfig
 
 WAN21_1_3B = DiTConfig(dim=1536, layers=30, heads=12, mlp_dim=8960)
 WAN21_14B = DiTConfig(dim=5120, layers=40, heads=40, mlp_dim=13824)
-DEMO = DiTConfig(dim=192, layers=6, heads=6, mlp_dim=512, text_dim=64, frequency_dim=64)  # recipes/train_demo.py
+DEMO = DiTConfig(dim=128, layers=6, heads=4, mlp_dim=384, text_dim=64, frequency_dim=64)  # recipes/train_demo.py
 
 # fmt: off
 WAN21_VAE = VAEConfig(

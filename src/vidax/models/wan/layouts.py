@@ -13,6 +13,7 @@ from vidax.models.wan import mapping
 from vidax.models.wan.config import WAN21_VAE, dit_config, t5_config, vae_config
 from vidax.models.wan.dit import DiT
 from vidax.models.wan.vae import VAE
+from vidax.weights.held import HELD
 from vidax.weights.layouts import Catalogue, Kind, Layout, Shapes, Stranger
 
 
@@ -72,6 +73,12 @@ TRANSFORMER = Kind(
     title="transformer",
     layouts=(
         Layout(
+            name="vidax",
+            markers=("time_projection.weight", "blocks.self_attn.q.weight", "head.head.weight"),
+            names=lambda config: HELD,
+            ours=True,
+        ),
+        Layout(
             name="official",
             markers=("patch_embedding.weight", "time_projection.1.weight", "blocks.0.self_attn.q.weight"),
             names=lambda config: mapping.DIT_OFFICIAL,
@@ -93,6 +100,12 @@ VAE_KIND = Kind(
     title="autoencoder",
     layouts=(
         Layout(
+            name="vidax",
+            markers=("encoder.out.conv.weight", "decoder.out.conv.weight"),
+            names=lambda config: HELD,
+            ours=True,
+        ),
+        Layout(
             name="official",
             markers=("encoder.conv1.weight", "decoder.upsamples.0.residual.2.weight", "decoder.head.2.weight"),
             names=lambda config: mapping.vae_official(config or WAN21_VAE),
@@ -113,6 +126,12 @@ VAE_KIND = Kind(
 TEXT_ENCODER = Kind(
     title="text encoder",
     layouts=(
+        Layout(
+            name="vidax",
+            markers=("token_embedding.weight", "blocks.attention.relative_attention_bias", "blocks.mlp.gate.weight"),
+            names=lambda config: HELD,
+            ours=True,
+        ),
         Layout(
             name="official",
             markers=("blocks.0.attn.q.weight", "blocks.0.pos_embedding.embedding.weight", "blocks.0.ffn.gate.0.weight"),

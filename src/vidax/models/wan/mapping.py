@@ -53,6 +53,7 @@ VAE_DIFFUSERS = Mapping(
 VAE_ENCODER = {
     "diffusers": ((r"^(encoder|quant_conv)\.", "only decoding is needed"),),
     "official": ((r"^(encoder|conv1)\.", "only decoding is needed"),),
+    "vidax": ((r"^encoder\.", "only decoding is needed"),),
 }
 
 

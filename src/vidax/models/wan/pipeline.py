@@ -56,6 +56,10 @@ class WanModel:
         return model
 
     @property
+    def pipeline(self) -> str:
+        return "WanPipeline"
+
+    @property
     def files(self) -> dict[str, str]:
         return {name: str(part.path) for name, part in self.parts.items()} | {"tokenizer": str(self.tokenizer)}
 
@@ -88,6 +92,17 @@ class WanModel:
         pt, ph, pw = self.dit.patch
         return (f // pt) * (h // ph) * (w // pw), self.dit.heads, self.dit.head_size
 
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        specs = {
+            "transformer": DiT.spec(self.dit, dtype),
+            "vae": VAE.spec(self.vae),
+            "text_encoder": T5Encoder.spec(self.text, dtype),
+        }
+        return {
+            name: (Part(specs[name], part.checkpoint(), part.names), part.config, part.layout)
+            for name, part in self.parts.items()
+        }
+
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
         return Part(T5Encoder.spec(self.text, dtype), part.checkpoint(), part.names)
@@ -102,22 +117,23 @@ class WanModel:
         half = dataclasses.replace(part.names, skips=mapping.VAE_ENCODER[part.layout])
         return Part(VAE(encoder=None, decoder=Decoder.spec(self.vae)), part.checkpoint(), half)
 
-    def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Text:
+    def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Iterator[Text]:
         tokens = Tokenizer.load(self.tokenizer).encode(prompts, TEXT_TOKENS)
         if (largest := tokens.ids.max()) >= self.text.vocabulary:
             raise UserError(
                 f"{self.tokenizer}: gives token {largest}, but the text encoder's vocabulary has "
                 f"{self.text.vocabulary}; take both from one model"
             )
-        embeddings = encode(encoder, jnp.asarray(tokens.ids), jnp.asarray(tokens.lengths))
-        return Text(embeddings.block_until_ready(), tokens.truncated)
+        for row, truncated in enumerate(tokens.truncated):
+            embeddings = encode(encoder, tokens.ids[row : row + 1], tokens.lengths[row : row + 1])
+            yield Text(np.array(embeddings[0]), truncated)
 
     def denoise(
         self,
         transformer: DiT,
         table: SolverTable,
         noise: np.ndarray,
-        text: jax.Array,
+        text: np.ndarray,
         guidance_scale: float | None,
         on_step: Callable[[int], None],
     ) -> jax.Array:
@@ -131,7 +147,7 @@ class WanModel:
             on_step(i + 1)
         return state.sample
 
-    def decode(self, decoder: VAE, latents: jax.Array, dtype: str) -> Iterator[np.ndarray]:
+    def decode(self, decoder: VAE, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
         cache = None
         for i in range(latents.shape[1]):
             frames, cache = decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, dtype)
