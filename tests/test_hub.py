@@ -119,8 +119,18 @@ def test_nothing_cached_and_no_network(cache, monkeypatch, how):
         vidax.load(DIFFUSERS)
     assert str(error.value) == (
         f"{DIFFUSERS}: no such folder, not in the Hugging Face cache {cache}, and it cannot be downloaded: {why}; "
-        f"where there is a network, run `hf download {DIFFUSERS} --local-dir DIR` and give DIR as the model"
+        f"where there is a network, run `hf download {DIFFUSERS} --local-dir DIR` and give DIR as the model, "
+        "or name what is needed of it: --transformer, --vae, --text-encoder, --tokenizer"
     )
+
+
+def test_only_a_tokenizer_is_needed(cache, tmp_path, tiny_card):
+    official = tiny.write_official_folder(tmp_path / "official")
+    parts = {name: tmp_path / file for name, file in tiny.OFFICIAL_FILES.items()}
+    for name, file in tiny.OFFICIAL_FILES.items():
+        shutil.copy(official / file, parts[name])
+    with pytest.raises(UserError, match=r"give DIR as the model, or name what is needed of it: --tokenizer$"):
+        vidax.load("tiny", **parts)
 
 
 def test_a_part_of_a_repository_cached_and_no_network(cache, network):

@@ -355,6 +355,7 @@ def test_two_files_of_one_component(official, tmp_path):
     several = f"{folder}: holds several of the kind autoencoder (Wan2.1_VAE.pth, mine.pth); name the file with --vae"
     assert refused(folder) == several
     assert refused(official, vae=folder) == several
+    assert vidax.load(folder, vae=folder / "mine.pth").model.files["vae"] == str(folder / "mine.pth")
 
 
 def test_a_folder_without_the_part(official, tmp_path):
@@ -367,7 +368,8 @@ def test_a_folder_without_the_part(official, tmp_path):
 def test_strangers_in_a_folder(official, tmp_path):
     """Wan 2.2's autoencoder in the place of 2.1's is named; what image to video has besides is not looked at."""
     folder = Path(shutil.copytree(official, tmp_path / "wan"))
-    write_pth(folder / "clip.pth", {"visual.transformer.0.norm1.weight": np.ones(3, np.float32)})
+    for name in ("clip.pth", "other-clip.pth"):
+        write_pth(folder / name, {"visual.transformer.0.norm1.weight": np.ones(3, np.float32)})
     save_file({"lora": np.ones(3, np.float32)}, folder / "style.safetensors")
     assert vidax.load(folder).card.name == "wan"
     (folder / "Wan2.1_VAE.pth").unlink()

@@ -100,7 +100,9 @@ def sources_at(path: Path, given: Given) -> Sources:
     if path.is_file():
         known = identify(WAN21, open_checkpoint(path))
         return Sources(parts={known[0] if known else "transformer": path} | given)
-    parts = {part: file for part, file in components_in(WAN21, path).items() if part in PARTS}
+    if not path.exists():
+        raise UserError(f"{path}: no such folder; install vidax again")
+    parts = components_in(WAN21, path, [part for part in WAN21.kinds if part not in given])
     if tokenizer := find_tokenizer(path):
         parts["tokenizer"] = tokenizer
     return Sources(parts=parts | given, folder=path)

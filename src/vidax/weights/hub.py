@@ -1,10 +1,11 @@
 """Repositories of the Hugging Face hub: from the cache on this machine if they are there whole, else downloaded."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vidax.errors import UserError
+from vidax.weights.layouts import flag
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
@@ -13,7 +14,7 @@ HEAVY = (".safetensors", ".pth", ".model")  # a component is here when one of th
 Layout = Mapping[str, Sequence[str]]  # a component to the patterns of its files
 
 
-def fetch(repositories: Sequence[str], layouts: Sequence[Layout], components: Iterable[str]) -> Path:
+def fetch(repositories: Sequence[str], layouts: Sequence[Layout], components: Sequence[str]) -> Path:
     """The folder of the first repository that the cache has in one of the layouts, else of the first, downloaded.
 
     Raises UserError where a download is needed and there is no network, or the repository has no such files.
@@ -41,7 +42,11 @@ def download(repository: str, layouts: Sequence[Layout]) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     patterns = [pattern for layout in layouts for patterns in layout.values() for pattern in patterns]
-    local = f"where there is a network, run `hf download {repository} --local-dir DIR` and give DIR as the model"
+    parts = ", ".join(map(flag, dict.fromkeys(name for layout in layouts for name in layout if name != "scheduler")))
+    local = (
+        f"where there is a network, run `hf download {repository} --local-dir DIR` and give DIR as the model, "
+        f"or name what is needed of it: {parts}"
+    )
     try:
         folder = Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub lets through what its HTTP library raises

@@ -6,7 +6,7 @@ same three things whatever it came from: a config, a checkpoint, and the mapping
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +162,25 @@ def refuse(catalogue: Catalogue, checkpoint: Checkpoint, stranger: Stranger, pre
     return UserError(f"{text}{count}; {catalogue.title} takes {label} {wanted}")
 
 
-def components_in(catalogue: Catalogue, folder: Path) -> dict[str, Path]:
-    """The family's components in a folder: sub-folders of their names, else checkpoints by their tensors."""
-    found: dict[str, list[Path]] = {}
+def components_in(catalogue: Catalogue, folder: Path, wanted: Collection[str]) -> dict[str, Path]:
+    """The wanted components that a folder has: in sub-folders of their names, else among its checkpoints."""
+    found: dict[str, list[Path]] = {name: [folder / name] for name in wanted if (folder / name).is_dir()}
+    elsewhere = set(found)
     for file in list_checkpoints(folder):
         checkpoint = open_checkpoint(file)
         if known := identify(catalogue, checkpoint):
-            found.setdefault(known[0], []).append(file)
+            name = known[0]
         elif stranger := find_stranger(catalogue, checkpoint):
-            found.setdefault(stranger[0].component, []).append(file)
+            name = stranger[0].component
+        else:
+            continue
+        if name in wanted and name not in elsewhere:
+            found.setdefault(name, []).append(file)
     for name, files in found.items():
         if len(files) > 1:
             several = f"several of the kind {catalogue.kinds[name].title} ({few([file.name for file in files])})"
             raise UserError(f"{folder}: holds {several}; name the file with {flag(name)}")
-    return {name: files[0] for name, files in found.items()} | {
-        name: folder / name for name in catalogue.kinds if (folder / name).is_dir()
-    }
+    return {name: files[0] for name, files in found.items()}
 
 
 def find_component(catalogue: Catalogue, name: str, path: Path) -> Path:
@@ -186,11 +189,10 @@ def find_component(catalogue: Catalogue, name: str, path: Path) -> Path:
         return path
     if not (path / name).is_dir() and len(files := list_checkpoints(path)) == 1:
         return files[0]
-    found = components_in(catalogue, path)
-    if name not in found:
-        held = few([file.name for file in list_checkpoints(path)]) or "none"
-        raise UserError(f"{path}: holds no {catalogue.kinds[name].title} among its checkpoints ({held})")
-    return find_component(catalogue, name, found[name])
+    if found := components_in(catalogue, path, {name}):
+        return find_component(catalogue, name, found[name])
+    held = few([file.name for file in list_checkpoints(path)]) or "none"
+    raise UserError(f"{path}: holds no {catalogue.kinds[name].title} among its checkpoints ({held})")
 
 
 def flag(component: str) -> str:
