@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--shift", type=float)
     args = parser.parse_args()
     engine = vidax.load(args.model)
-    settings = {"seed": args.seed, "steps": args.steps, "guidance_scale": args.guidance, "flow_shift": args.shift}
+    size = (demo_data.SIZE, demo_data.SIZE)
+    settings = {"size": size, "frames": demo_data.FRAMES, "negative_prompt": ""}
+    settings |= {"seed": args.seed, "steps": args.steps, "guidance_scale": args.guidance, "flow_shift": args.shift}
     right, seconds = [], []
     for prompt, asked in prompts(args.prompts):
         start = time.perf_counter()

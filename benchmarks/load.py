@@ -29,7 +29,7 @@ SHARD_BYTES = 2e9
 
 
 def write(folder: Path, layers: int) -> None:
-    """A sharded float32 checkpoint in diffusers layout, its values one random block repeated (the time is in the bytes)."""
+    """A sharded float32 checkpoint in diffusers layout; every tensor is the start of one random block."""
     import numpy as np
     from safetensors.numpy import save_file
 
