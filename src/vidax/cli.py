@@ -175,11 +175,14 @@ def generate(arguments: argparse.Namespace) -> int:
                 else:
                     results.written(clip.metadata, files)
     except KeyboardInterrupt:
-        if not many:
-            raise
-        done = f"{results.counts['written']} of {len(todo)} videos are written"
-        terminal.say(f"vidax: interrupted; {done}, the same command makes the others")
-        return 130
+        written = results.counts["written"]
+        if written < len(todo):
+            if not many:
+                raise
+            terminal.say(
+                f"vidax: interrupted; {written} of {len(todo)} videos are written, the same command makes the others"
+            )
+            return 130
     return results.close()
 
 

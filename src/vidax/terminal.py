@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -114,37 +115,42 @@ def plain_warnings(quiet: bool) -> Iterator[None]:
         yield
 
 
+class Interruptible(Silent):
+    """Ctrl-C waits until something is done: a step, a parameter, some frames. At any other moment Python may lose it (in
+    a callback of the garbage collector) or JAX crash at exit (while it traces). A second one does not wait.
+    """
+
+    asked = False
+
+    def ask(self, *_: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def advance(self, done: int) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def interruptible(progress: Progress) -> Iterator[Progress]:
-    """Ctrl-C that cannot get lost: libraries drop what is raised within their callbacks, but there is a next step."""
+def interrupting(reporter: Interruptible) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield progress
+        yield  # no signals here
         return
-    pressed = threading.Event()
-
-    def press(*_: Any) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    class Checked:
-        def __getattr__(self, name: str) -> Any:
-            if pressed.is_set():
-                raise KeyboardInterrupt
-            return getattr(progress, name)
-
-    before = signal.signal(signal.SIGINT, press)
+    before = signal.signal(signal.SIGINT, reporter.ask)
     try:
-        yield Checked()  # type: ignore[misc]  # every method of `progress`, checked
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """A line per phase: what is done, seconds per step, time left."""
+    """A line per phase: what is done, seconds per step, time left. Ctrl-C as `Interruptible` says."""
     if quiet:
-        with interruptible(Silent()) as silent:
-            yield silent
+        reporter = Interruptible()
+        with interrupting(reporter):
+            yield reporter
         return
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -158,7 +164,7 @@ def progress(quiet: bool) -> Iterator[Progress]:
             speed = task.finished_speed or task.speed
             return Text(f"{task.completed:.0f}/{task.total:.0f}" + (f", {1 / speed:.2f} s/step" if speed else ""))
 
-    class Reporter:
+    class Reporter(Interruptible):
         def phase(self, name: str, total: int) -> None:
             self.name, self.task = name, bars.add_task(name, total=total)
 
@@ -168,6 +174,13 @@ def progress(quiet: bool) -> Iterator[Progress]:
 
         def advance(self, done: int) -> None:
             bars.update(self.task, completed=done)
+            super().advance(done)
+
+        def ask(self, *words: Any) -> None:
+            super().ask(*words)
+            os.write(
+                2, b"vidax: stopping after this step; Ctrl-C again does not wait for it\n"
+            )  # print is not reentrant
 
         def warn(self, sentence: str) -> None:
             warn(sentence)
@@ -181,5 +194,6 @@ def progress(quiet: bool) -> Iterator[Progress]:
     )
     # Lines of results go above the bars where both are on one screen, and into the pipe where stdout is one.
     bars = Bars(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty())
-    with bars, interruptible(Reporter()) as reporter:
+    reporter = Reporter()
+    with interrupting(reporter), bars:
         yield reporter
