@@ -116,8 +116,9 @@ def plain_warnings(quiet: bool) -> Iterator[None]:
 
 
 class Interruptible(Silent):
-    """Ctrl-C waits until something is done: a step, a parameter, some frames. At any other moment Python may lose it (in
-    a callback of the garbage collector) or JAX crash at exit (while it traces). A second one does not wait.
+    """Ctrl-C waits until something is done: a step, a parameter, some frames. A second one does not wait.
+
+    At another moment Python may lose it (in a callback of the garbage collector) or JAX may crash (while it traces).
     """
 
     asked = False
