@@ -7,6 +7,7 @@ bounding box and the track of its centroid are compared with the prompt. tests/t
 """
 
 import argparse
+import itertools
 import os
 import platform
 import sys
@@ -94,13 +95,15 @@ def _motion(shapes: list[np.ndarray]) -> str | None:
 
 
 def prompts(count: int) -> list[tuple[str, tuple[str, str, str]]]:
-    """(prompt, what it asks for): `count` of the 75 kinds in new wordings, every colour, shape and motion as often."""
+    """(prompt, what it asks for): the 75 kinds in turn, each time in another new wording."""
     rng = np.random.default_rng(0)
     kinds = [(c, s, m) for s in demo_data.SHAPES for c in demo_data.COLORS for m in demo_data.MOTIONS]
     colors, motions = list(demo_data.COLORS), list(demo_data.MOTIONS)
     # Leave out one diagonal at a time, so that 60 of 75 still hold each colour, shape and motion in equal numbers.
     kinds.sort(key=lambda kind: (colors.index(kind[0]) + motions.index(kind[2])) % 5)
-    return [(str(rng.choice(demo_data.held_out_captions(*kind))), kind) for kind in kinds[:count]]
+    wordings = {kind: rng.permutation(demo_data.held_out_captions(*kind)) for kind in kinds}
+    turns = zip(range(count), itertools.cycle(kinds))
+    return [(str(wordings[kind][turn // len(kinds)]), kind) for turn, kind in turns]
 
 
 def main() -> None:
