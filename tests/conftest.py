@@ -1,15 +1,19 @@
-"""Eight virtual CPU devices for every test, and nothing kept in the user's cache.
+"""Eight virtual CPU devices for every test, no network, and nothing kept in the user's cache.
 
-The variables count only if they are set before JAX is imported.
+The variables count only if they are set before JAX and huggingface_hub are imported.
 """
 
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="vidax-no-models-")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"

@@ -196,18 +196,45 @@ def test_refuses_the_command(refused, words, sentence):
 
 
 def test_unknown_command_names_the_nearest(refused):
-    assert "unknown command 'generat'; did you mean 'generate'? there are generate, models, cache" in refused("generat")
+    assert (
+        "unknown command 'generat'; did you mean 'generate'? there are generate, models, check, convert, cache"
+        in refused("generat")
+    )
 
 
 def test_unknown_model_names_the_nearest(refused):
     assert "did you mean 'wan2.1-t2v-14b'?" in refused("generate", "cat", "--model", "wan2.1-t2v-14")
     sentence = refused("generate", "cat", "--model", "/no/such/folder")
-    assert "neither a model's name nor a folder; known models: demo, " in sentence
+    assert "neither a model's name nor a folder, nor OWNER/NAME of a Hugging Face repository; known models" in sentence
 
 
 def test_model_without_weights_says_where_to_get_them(refused):
-    assert "download the repository Wan-AI/Wan2.1-T2V-14B-Diffusers" in refused(
-        "generate", "cat", "--model", "wan2.1-t2v-14b"
+    sentence = refused("generate", "cat", "--model", "wan2.1-t2v-14b")
+    assert "Wan-AI/Wan2.1-T2V-14B: no such folder, not in the Hugging Face cache " in sentence
+    assert "run `hf download Wan-AI/Wan2.1-T2V-14B --local-dir DIR` and give DIR as the model" in sentence
+
+
+def test_an_official_folder_and_parts_of_it(folder, tmp_path):
+    official = tiny.write_official_folder(tmp_path / "official")
+    parts = [f"--{name.replace('_', '-')}={official / file}" for name, file in tiny.OFFICIAL_FILES.items()]
+    tokenizer = ["--tokenizer", str(folder / "tokenizer")]
+    words = ["generate", tiny.PROMPT, *SMALL, "--output"]
+    assert cli.main([*words, str(tmp_path / "a.npy"), "--model", str(official)]) == 0
+    assert cli.main([*words, str(tmp_path / "b.npy"), *parts, *tokenizer]) == 0
+    assert np.array_equal(np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy"))
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert record["weights"]["vae"] == str(official / "Wan2.1_VAE.pth")
+    assert record["weights"]["tokenizer"] == str(folder / "tokenizer")
+    assert record["origins"]["flow_shift"] == record["origins"]["solver"] == f"card {record['model']}"
+
+
+def test_a_wrong_part_is_refused_by_its_name(refused, folder):
+    vae, transformer = folder / "vae", folder / "transformer"
+    assert "safetensors: is the autoencoder, not the text encoder" in refused(
+        "generate", "cat", "--model", str(folder), "--text-encoder", str(vae)
+    )
+    assert "safetensors: is the transformer, not the autoencoder" in refused(
+        "generate", "cat", "--model", str(folder), "--vae", str(transformer)
     )
 
 
@@ -302,7 +329,7 @@ def damage_pipeline(folder: Path) -> str:
 def damage_text_width(folder: Path) -> str:
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"text_dim": 48}))
-    return "the transformer has text_dim 48 where the other components have 32"
+    return "config.json: text_dim is 48, but the tensors beside it have 32; take both from one model"
 
 
 def damage_part_missing(folder: Path) -> str:

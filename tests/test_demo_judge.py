@@ -1,17 +1,12 @@
 """The judge of the demo model is right about clips whose content we know, and the benchmark's wordings are new."""
 
 import itertools
-import sys
-from pathlib import Path
 
+import demo_accuracy
+import demo_data
 import numpy as np
 import pytest
 from scipy import ndimage
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "benchmarks")]
-import demo_accuracy
-import demo_data
 
 KINDS = list(itertools.product(demo_data.COLORS, demo_data.SHAPES, demo_data.MOTIONS))
 TRAINING = {c for kind in KINDS for c in demo_data.captions(*kind)}

@@ -22,6 +22,7 @@ LAYERS = [
     ("vidax.models.towers",),
     ("vidax.models",),
     ("vidax.models.registry",),
+    ("vidax.models.locate",),
     ("vidax.engine",),
     ("vidax.server",),
     ("vidax.terminal",),

@@ -1,7 +1,10 @@
+import io
 import json
 
 import numpy as np
 import pytest
+import sentencepiece
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 
@@ -112,6 +115,66 @@ def test_special_tokens_of_the_configuration_are_not_split(tmp_path):
     np.testing.assert_array_equal(tokens.ids, [[END, END, PAD, PAD]])
 
 
+SENTENCES = ["a cat walks on the grass", "two dogs run in the rain", "the cat, the dogs & the grass."] * 5
+
+
+def spiece(**settings) -> bytes:
+    """A SentencePiece model with the special ids of T5: padding 0, end 1, unknown 2."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES),
+        model_writer=model,
+        model_type="unigram",
+        **{"vocab_size": 60, "hard_vocab_limit": False, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1} | settings,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "in a checkpoint"])
+def test_a_sentencepiece_model(tmp_path, form):
+    model = spiece()
+    path = tmp_path / "spiece.model"
+    path.write_bytes(model)
+    if form == "in a checkpoint":
+        path = tmp_path / "umt5.safetensors"
+        save_file({"spiece_model": np.frombuffer(model, np.uint8), "a": np.zeros(3, np.float32)}, path)
+    tokenizer = Tokenizer.load(tmp_path if form == "folder" else path)
+    plain = sentencepiece.SentencePieceProcessor(model_proto=model)
+    cat = plain.encode("a cat walks")
+    long = "a cat walks on the grass and more"
+    tokens = tokenizer.encode(["a  cat&nbsp;walks", "", long], length=16)
+    assert tokens.ids[0].tolist() == [*cat, END, *[PAD] * (15 - len(cat))]
+    assert tokens.ids[1].tolist() == [END, *[PAD] * 15]
+    assert tokens.ids[2].tolist() == [*plain.encode(long)[:15], END]
+    assert tokens.lengths.tolist() == [len(cat) + 1, 1, 16] and tokens.truncated == [False, False, True]
+    assert tokens.ids.dtype == tokens.lengths.dtype == np.int32
+    assert tokenizer.encode([], length=4).ids.shape == (0, 4)
+
+
+@pytest.mark.parametrize("bytes_too", [False, True])
+def test_special_tokens_and_unknown_characters_of_a_sentencepiece_model(tmp_path, bytes_too):
+    (tmp_path / "spiece.model").write_bytes(spiece(byte_fallback=bytes_too, vocab_size=400 if bytes_too else 60))
+    tokenizer = Tokenizer.load(tmp_path)
+    a = tokenizer.encode(["a"], length=4)
+    word = a.ids[0, : a.lengths[0] - 1].tolist()
+    ids = tokenizer.encode(["a</s>a<pad> a <unk>"], length=20).ids[0].tolist()
+    assert ids[: ids.index(PAD, 2 * len(word) + 2)] == [*word, END, *word, PAD, *word, UNKNOWN, END]
+    ids = tokenizer.encode(["a 🎬猫 a"], length=20).ids[0].tolist()
+    assert ids.count(UNKNOWN) == 1, "one for the run of two"
+
+
+def test_a_tokenizer_json_comes_before_a_sentencepiece_model(tmp_path):
+    (tmp_path / "spiece.model").write_bytes(b"unread")
+    assert Tokenizer.load(save(tmp_path)).pad_id == PAD
+
+
+def test_a_checkpoint_without_a_tokenizer(tmp_path):
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "umt5.safetensors")
+    with pytest.raises(UserError, match=r"umt5\.safetensors: has no tensor spiece_model; give a tokenizer\.json or"):
+        Tokenizer.load(tmp_path / "umt5.safetensors")
+
+
 def lfs_pointer(folder):
     (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16837417\n")
 
@@ -121,8 +184,12 @@ def half(folder):
     (folder / "tokenizer.json").write_text(content[: len(content) // 2])
 
 
-def only_spiece(folder):
+def broken_spiece(folder):
     (folder / "spiece.model").write_bytes(b"\n\x0e")
+
+
+def spiece_without_padding(folder):
+    (folder / "spiece.model").write_bytes(spiece(pad_id=-1))
 
 
 def broken_config(folder):
@@ -140,8 +207,12 @@ def unknown_pad(folder):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: None, r"tokenizer\.json does not exist; it is in tokenizer/ of a diffusers checkpoint"),
-        (only_spiece, r"spiece\.model is not read yet; put tokenizer\.json beside it"),
+        (
+            lambda folder: None,
+            r": holds neither tokenizer\.json nor spiece\.model; a tokenizer is in tokenizer/ of a diffusers",
+        ),
+        (broken_spiece, r"spiece\.model: not a readable SentencePiece model \(.*\); fetch it again"),
+        (spiece_without_padding, r"spiece\.model: names no padding token, as T5 models do; take another one"),
         (
             lfs_pointer,
             r"tokenizer\.json: not a readable tokenizer\.json .*Git LFS pointer looks like this, fetch it again",
@@ -159,5 +230,5 @@ def test_what_cannot_be_loaded(tmp_path, prepare, message):
 
 
 def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match=r"no-such-folder does not exist"):
+    with pytest.raises(UserError, match=r"no-such-folder: no such file or folder; a tokenizer is in"):
         Tokenizer.load(tmp_path / "no-such-folder")

@@ -316,11 +316,13 @@ def test_the_index_of_a_folder(tmp_path, late):
 
 
 def test_folders_without_one_checkpoint(tmp_path):
-    assert message(open_checkpoint, tmp_path) == f"{tmp_path}: holds no .safetensors file"
+    assert message(open_checkpoint, tmp_path) == f"{tmp_path}: holds no .safetensors, .pth or .pt file"
     save_sharded(tmp_path, stored()).unlink()
     assert "holds shards (model-00001-of-00003.safetensors) without their .safetensors.index.json" in message(
         open_checkpoint, tmp_path
     )
+    for shard in tmp_path.iterdir():
+        shard.unlink()
     for name in ("b.safetensors", "a.bf16.safetensors"):
         save(tmp_path / name, stored())
     assert (
@@ -369,7 +371,7 @@ def test_faults_of_a_diffusers_folder(tmp_path):
     )
     (tmp_path / "vae").mkdir()
     assert f"{tmp_path / 'vae'}: holds no configuration (config.json or" in message(folder.config, "vae")
-    assert message(folder.checkpoint, "vae") == f"{tmp_path / 'vae'}: holds no .safetensors file"
+    assert message(folder.checkpoint, "vae") == f"{tmp_path / 'vae'}: holds no .safetensors, .pth or .pt file"
     (tmp_path / "vae/config.json").write_text("{]")
     assert f"{tmp_path / 'vae/config.json'}: it is not valid JSON" in message(folder.config, "vae")
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pth_files import Ordered, write_pth
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -233,6 +234,61 @@ def write_folder(
     tokenizer().save(str(path / "tokenizer" / "tokenizer.json"))
     for part in (transformer(transformer_config), vae(vae_config), text_encoder(text_encoder_config)):
         save_file(weights(part.shapes, seed), path / part.file, metadata={"format": "pt"})
+    return path
+
+
+OFFICIAL_CONFIG = {
+    "_class_name": "WanModel",
+    "_diffusers_version": "0.30.0",
+    "dim": 48,
+    "eps": 1e-6,
+    "ffn_dim": 64,
+    "freq_dim": 32,
+    "in_dim": 16,
+    "model_type": "t2v",
+    "num_heads": 2,
+    "num_layers": 2,
+    "out_dim": 16,
+    "text_len": 512,
+}
+# The official autoencoder has no config file: its latent statistics stand in the code.
+OFFICIAL_VAE_CONFIG = {key: value for key, value in VAE_CONFIG.items() if not key.startswith("latents_")}
+OFFICIAL_FILES = {
+    "transformer": "diffusion_pytorch_model.safetensors",
+    "vae": "Wan2.1_VAE.pth",
+    "text_encoder": "models_t5_umt5-xxl-enc-bf16.pth",
+}
+
+
+def official_weights(seed: int = SEED) -> dict[str, dict[str, np.ndarray]]:
+    """The weights of `write_folder` under their official names, by component."""
+    parts = {"transformer": transformer(), "vae": vae(OFFICIAL_VAE_CONFIG), "text_encoder": text_encoder()}
+    names = {
+        "transformer": mapping.DIT_OFFICIAL,
+        "vae": mapping.vae_official(config.vae_config(OFFICIAL_VAE_CONFIG, "tiny")),
+        "text_encoder": mapping.UMT5_OFFICIAL,
+    }
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for component, part in parts.items():
+        ours = checkpoint_names(part.spec, part.mapping)
+        theirs = checkpoint_names(part.spec, names[component])
+        pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(b.names, a.names, strict=True)]
+        found[component] = {official: weight(name, part.shapes[name], seed) for official, name in pairs}
+    return found
+
+
+def write_official_folder(path: str | Path, *, seed: int = SEED) -> Path:
+    """Write the model as Wan-AI publishes it; returns the path."""
+    path = Path(path)
+    tokens = path / "google" / "umt5-xxl"
+    tokens.mkdir(parents=True)
+    parts = official_weights(seed)
+    save_file(parts["transformer"], path / OFFICIAL_FILES["transformer"])
+    for component in ("vae", "text_encoder"):
+        write_pth(path / OFFICIAL_FILES[component], Ordered(parts[component]))
+    (path / "config.json").write_text(json.dumps(OFFICIAL_CONFIG, indent=2))
+    (tokens / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
+    tokenizer().save(str(tokens / "tokenizer.json"))
     return path
 
 

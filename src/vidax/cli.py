@@ -14,7 +14,7 @@ from vidax.errors import UserError
 if TYPE_CHECKING:
     from vidax.engine.jobs import Wish
 
-COMMANDS = ("generate", "models", "cache")
+COMMANDS = ("generate", "models", "check", "convert", "cache")
 
 # Flags that are fields of a request. A run's seeds make several requests, and its size has three flags.
 REQUEST_FIELDS = (
@@ -27,6 +27,8 @@ REQUEST_FIELDS = (
     "negative_prompt",
     "noise",
 )
+
+PARTS = ("transformer", "vae", "text-encoder", "tokenizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +61,9 @@ def parser() -> Parser:
     make.set_defaults(run=generate)
     make.add_argument("prompt", nargs="?", metavar="PROMPT")
     make.add_argument("--prompts", metavar="FILE", help="many jobs: a prompt or a JSON object a line; - is stdin")
-    make.add_argument("--model", default="demo", metavar="NAME|DIR", help="a model's name or a diffusers folder (demo)")
+    make.add_argument("--model", metavar="NAME|DIR", help="a model's name, folder or Hugging Face repository (demo)")
+    for part in PARTS:
+        make.add_argument(f"--{part}", metavar="FILE|DIR", help="in the place of the model's own, in any layout")
     make.add_argument("--size", type=size, metavar="WxH", help="width x height in pixels; or --width and --height")
     make.add_argument("--width", type=int, help=argparse.SUPPRESS)
     make.add_argument("--height", type=int, help=argparse.SUPPRESS)
@@ -89,6 +93,24 @@ def parser() -> Parser:
     cards = commands.add_parser("models", help="list the models", allow_abbrev=False)
     cards.set_defaults(run=models)
     cards.add_argument("--json", action="store_true")
+
+    look = commands.add_parser("check", help="account for every tensor of a model's files", allow_abbrev=False)
+    look.set_defaults(run=check)
+    look.add_argument(
+        "--verify", action="store_true", help="also compare the files with the hashes that came with them"
+    )
+    look.add_argument("--json", action="store_true")
+
+    ready = commands.add_parser("convert", help="write a model in the form that loads fastest", allow_abbrev=False)
+    ready.set_defaults(run=convert)
+    ready.add_argument("--output", required=True, metavar="DIR", help="a folder that is not there yet")
+    ready.add_argument(
+        "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the large matrices (bfloat16)"
+    )
+    for command in (look, ready):
+        command.add_argument("model", metavar="MODEL", help="a model's name, folder or Hugging Face repository")
+        command.add_argument("--weights", metavar="DIR", help="where the model of that name is")
+        command.add_argument("--quiet", action="store_true", help="say nothing but errors")
 
     kept = commands.add_parser("cache", help="show or clear the compiled programs on disk", allow_abbrev=False)
     kept.set_defaults(run=cache)
@@ -124,7 +146,8 @@ def generate(arguments: argparse.Namespace) -> int:
     uncached = compilation_cache.use()
     if uncached and not arguments.quiet:
         terminal.warn(uncached)
-    engine = load(arguments.model, dtype=arguments.dtype)
+    parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
+    engine = load(arguments.model, **parts, dtype=arguments.dtype)
     defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
     defaults["size"] = chosen_size(arguments, engine.card.size)
     videos = 1 if arguments.num_videos is None else arguments.num_videos
@@ -203,10 +226,34 @@ def models(arguments: argparse.Namespace) -> None:
         return
     for card in CARDS.values():
         width, height = card.size
-        where = "ships with vidax" if card.embedded else f"weights: {card.repository}-Diffusers"
+        where = "ships with vidax" if card.embedded else f"weights: {card.repository}"
         print(
             f"{card.name:17} {card.title}\n{'':17} {width}x{height}, {card.frames} frames, {card.steps} steps; {where}"
         )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
+
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet or not arguments.verify) as progress:
+        accounts = checkpoints.check(model, hashes=arguments.verify, progress=progress)
+    if arguments.json:
+        print(json.dumps([account._asdict() for account in accounts], indent=2))
+    elif not arguments.quiet:
+        print(*(line for account in accounts for line in terminal.account_lines(account)), sep="\n")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    from vidax import terminal
+    from vidax.engine import checkpoints
+
+    model = checkpoints.open_named(arguments.model, arguments.weights)
+    with terminal.progress(arguments.quiet) as progress:
+        path = checkpoints.convert(model, arguments.output, dtype=arguments.dtype, progress=progress)
+    if not arguments.quiet:
+        print(path)
 
 
 def cache(arguments: argparse.Namespace) -> None:

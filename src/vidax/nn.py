@@ -48,9 +48,18 @@ class Spec:
         """Shape of one checkpoint tensor of this parameter."""
         return self.stored if self.stored is not None else self.shape[self.stacked :]
 
+    def held(self) -> "Spec":
+        """This parameter in a file of ours, where it has the shape that it has here."""
+        return dataclasses.replace(self, axes=(None,) * len(self.axes), stored=None, transpose=None)
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return self.size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass_transform(frozen_default=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vidax.engine.checkpoints import Account
 from vidax.engine.engine import Progress, Silent
 from vidax.engine.tasks import Task
 from vidax.errors import UserError
@@ -93,6 +94,19 @@ class Results:
         return 1 if self.counts["failed"] else 0
 
 
+def account_lines(account: Account) -> list[str]:
+    """A component's tensors: what they are, which are left unread and why, and whose hash is known."""
+    lines = [
+        f"{account.component:13} {account.layout} layout, {account.tensors} tensors -> {account.parameters} "
+        f"parameters, {account.values:,} values, {account.stored_bytes / 1e9:.2f} GB: {account.path}"
+    ]
+    lines += [f"{'':13} not read: {name} ({reason})" for name, reason in account.skipped.items()]
+    return lines + [
+        f"{'':13} {'SHA-256 is right' if known else 'no SHA-256 is known'}: {file}"
+        for file, known in account.verified.items()
+    ]
+
+
 @contextlib.contextmanager
 def plain_warnings(quiet: bool) -> Iterator[None]:
     """What libraries warn of (JAX: a full disk under its cache) on one line, without their source code."""
@@ -102,8 +116,9 @@ def plain_warnings(quiet: bool) -> Iterator[None]:
 
 
 class Interruptible(Silent):
-    """Ctrl-C waits until something is done: a step, a parameter, some frames. At any other moment Python may lose it
-    (in a callback of the garbage collector) or JAX crash at exit (while it traces). A second one does not wait.
+    """Ctrl-C waits until something is done: a step, a parameter, some frames. A second one does not wait.
+
+    At another moment Python may lose it (in a callback of the garbage collector) or JAX may crash (while it traces).
     """
 
     asked = False

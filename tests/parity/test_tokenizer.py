@@ -1,10 +1,13 @@
 """Ids, masks and cleaning against transformers' tokenizers and diffusers' `prompt_clean`."""
 
+import io
+import json
 import random
 import sys
 
 import numpy as np
 import pytest
+import sentencepiece
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -96,6 +99,32 @@ def test_ids_of_the_t5_class(folder):
     pre-tokenizer and no normalizer but a SentencePiece one, so these texts are kept to what both leave alone."""
     reference = transformers.T5TokenizerFast.from_pretrained(folder)
     assert_same(Tokenizer.load(folder), reference, [*TEXT.splitlines(), "", "a"], 512)
+
+
+@pytest.mark.parametrize("bytes_too", [False, True])
+def test_sentencepiece_models(tmp_path, bytes_too):
+    """T5Tokenizer makes its own tokenizer of a spiece.model. Ids and masks agree, byte pieces or not."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines() * 4),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=600 if bytes_too else 250,
+        hard_vocab_limit=False,
+        byte_fallback=bytes_too,
+        character_coverage=0.98,
+        **{"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+        minloglevel=2,
+    )
+    (tmp_path / "spiece.model").write_bytes(model.getvalue())
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "extra_ids": 0}
+    config = {"tokenizer_class": "T5Tokenizer", "additional_special_tokens": [], **names}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    reference = transformers.T5Tokenizer.from_pretrained(tmp_path)
+    special = ["a</s>b", "</s>", "<pad> a", "<unk>", "a < b", "< /s>"]
+    for length in (2, 8, 512):
+        texts = [*TEXT.splitlines(), TEXT, "", *special, *random_texts(length, 300)]
+        assert_same(Tokenizer.load(tmp_path), reference, texts, length)
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -20,7 +20,8 @@ from vidax.errors import UserError
 from vidax.media.files import write_json
 from vidax.media.output import open_writer, to_uint8
 from vidax.models.interface import Model, Part
-from vidax.models.registry import Card, card_for, card_named, embedded_folder, open_model
+from vidax.models.locate import locate
+from vidax.models.registry import Card
 from vidax.nn import parameter_bytes
 from vidax.ops.attention import choose
 from vidax.sampling.noise import normal
@@ -213,7 +214,7 @@ class Engine:
         attention = choose(shape, shape)
         return {
             "model": self.card.name,
-            "folder": str(self.model.folder.path),
+            "weights": self.model.files,
             "dtype": self.dtype,
             **request.settings(),
             "origins": request.origins,
@@ -281,21 +282,25 @@ def phase(name: str, total: int, timings: dict[str, float], progress: Progress) 
     timings[name] = round(time.perf_counter() - start, 3)
 
 
-def load(model: str | os.PathLike = "demo", *, dtype: str = "bfloat16") -> Engine:
-    """An engine for a model's name or a folder in diffusers layout. Reads configs only; weights are loaded when needed.
+def load(
+    model: str | os.PathLike | None = None,
+    *,
+    transformer: str | os.PathLike | None = None,
+    vae: str | os.PathLike | None = None,
+    text_encoder: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | None = None,
+    dtype: str = "bfloat16",
+) -> Engine:
+    """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
+    model: a folder or file in any layout (docs/weights.md), a model's name, or a Hugging Face repository; the demo if
+        nothing is given.
+    transformer, vae, text_encoder, tokenizer: files or folders that take the place of the model's own.
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
     """
-    if Path(model).is_dir():
-        opened = open_model(model)
-        return Engine(card_for(opened, Path(model).resolve().name), opened, dtype=dtype)
-    card = card_named(str(model))
-    if card.embedded is None:
-        raise UserError(
-            f"{card.name}: its weights do not ship with vidax; "
-            f"download the repository {card.repository}-Diffusers and give its folder as the model"
-        )
-    return Engine(card, open_model(embedded_folder(card)), dtype=dtype)
+    parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
+    return Engine(card, opened, dtype=dtype)
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

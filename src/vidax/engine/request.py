@@ -169,17 +169,22 @@ def check_frames(frames: int, multiple: int) -> None:
 
 
 def make_sampler(card: Card, model: Model, pick, steps: int | None, shift: float | None, solver: str | None) -> Sampler:
-    """The folder's scheduler, with what the request changes about it. Another solver keeps the folder's sigma grid and
-    shift.
+    """The sampler of the folder's scheduler, or of the card where there is none, with what the request changes about
+    it. Another solver keeps the sigma grid and the shift.
     """
     steps = pick("steps", steps, card.steps)
-    sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
-    origin = "scheduler_config.json"
-    if "flow_shift" in card.sources and sampler.shift != card.flow_shift:
-        origin += f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}"
-    pick("flow_shift", shift, sampler.shift, origin)
-    name = pick("solver", solver, solver_name(sampler), "scheduler_config.json")
-    origin = "scheduler_config.json"
+    if model.scheduler is None:
+        origin = origin_in_card(card, "flow_shift")
+        sampler = card_sampler(card, steps, card.flow_shift if shift is None else shift)
+        pick("flow_shift", shift, sampler.shift, origin)
+        origin = f"card {card.name}"
+    else:
+        origin = "scheduler_config.json"
+        sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
+        disputed = "flow_shift" in card.sources and sampler.shift != card.flow_shift
+        other = f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}" if disputed else ""
+        pick("flow_shift", shift, sampler.shift, origin + other)
+    name = pick("solver", solver, solver_name(sampler), origin)
     if solver == "euler":
         sampler = dataclasses.replace(sampler, solver=Euler())
     elif solver == "unipc" and isinstance(sampler.solver, Euler):
@@ -189,3 +194,7 @@ def make_sampler(card: Card, model: Model, pick, steps: int | None, shift: float
         raise UserError(f"solver {name!r}: choose {' or '.join(SOLVERS)}")
     pick("sigma_grid", None, sampler.grid, origin)
     return sampler
+
+
+def card_sampler(card: Card, steps: int, shift: float) -> Sampler:
+    return Sampler(solver=Euler() if card.solver == "euler" else UniPC(), grid=card.grid, steps=steps, shift=shift)

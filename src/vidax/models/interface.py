@@ -1,13 +1,34 @@
 """What every model family offers to the engine."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from vidax.sampling.solvers import SolverTable
-from vidax.weights import Checkpoint, Folder, Mapping
+from vidax.weights import Checkpoint
+from vidax.weights import Mapping as Names
+
+PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where the parts of a model are, before any of them is opened.
+
+    parts:     one of `PARTS` to a file or a folder; a tokenizer that is not named is looked for near the text encoder.
+    folder:    the folder of a whole model, if one was named.
+    options:   its `model_index.json` in diffusers' layout.
+    scheduler: its `scheduler_config.json`; None where there is none, and the model's card decides.
+    """
+
+    parts: dict[str, Path]
+    folder: Path | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None
 
 
 class Part(NamedTuple):
@@ -15,7 +36,7 @@ class Part(NamedTuple):
 
     spec: Any
     checkpoint: Checkpoint
-    mapping: Mapping
+    mapping: Names
 
 
 class Text(NamedTuple):
@@ -29,15 +50,24 @@ class Model(Protocol):
     """A model on disk: configs read and checked, weights not. Its phases take weights that the engine has loaded."""
 
     @property
-    def folder(self) -> Folder: ...
+    def pipeline(self) -> str:
+        """The class of the pipeline in a `model_index.json` of this family."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Where each part is."""
 
     @property
     def dit(self) -> Any:
         """The transformer's config."""
 
     @property
-    def scheduler(self) -> dict[str, Any]:
-        """`scheduler_config.json`."""
+    def tokenizer(self) -> Path:
+        """A tokenizer's file, or the text encoder's file that has it inside."""
+
+    @property
+    def scheduler(self) -> dict[str, Any] | None:
+        """`scheduler_config.json`, if the model came with one."""
 
     @property
     def size_multiple(self) -> int:
@@ -52,6 +82,9 @@ class Model(Protocol):
 
     def attention_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(L, N, K) of the transformer's self-attention."""
+
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
 
     def text_encoder(self, dtype) -> Part: ...
 

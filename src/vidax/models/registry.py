@@ -1,18 +1,12 @@
 """Every model that has a name, on one page: what it is, and the recipe that its authors publish."""
 
 import dataclasses
-import difflib
-import os
-from collections.abc import Callable, Mapping
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Mapping
 
-from vidax.errors import UserError
 from vidax.models.interface import Model
 from vidax.models.wan import config as wan
 from vidax.models.wan.dit import DiTConfig
-from vidax.models.wan.pipeline import WanModel
-from vidax.weights import Folder
+from vidax.sampling.schedules import Grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +31,7 @@ class Card:
     guidance_scale: float
     flow_shift: float
     solver: str
-    grid: str
+    grid: Grid
     negative_prompt: str
     source: str
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -51,7 +45,7 @@ DEMO = Card(
     title="A tiny Wan 2.1 that draws a coloured shape moving on a dark ground",
     family="wan",
     repository=None,
-    parameters="4M",
+    parameters="2.3M",
     dit=wan.DEMO,
     size=(64, 64),
     frames=17,
@@ -111,9 +105,6 @@ WAN21_T2V_1_3B = dataclasses.replace(
 CARDS = {card.name: card for card in (DEMO, WAN21_T2V_1_3B, WAN21_T2V_14B)}
 
 
-# The class of the pipeline in model_index.json, and what opens its folder.
-FAMILIES: dict[str, Callable[[Folder], Model]] = {"WanPipeline": WanModel.open}
-
 # For a folder whose network is none of these: what diffusers' WanPipeline takes where nothing is said.
 UNNAMED = dataclasses.replace(
     WAN21_T2V_14B,
@@ -129,30 +120,7 @@ UNNAMED = dataclasses.replace(
 )
 
 
-def open_model(path: str | os.PathLike) -> Model:
-    """The model in a diffusers folder, of the family that its pipeline's class belongs to."""
-    folder = Folder(Path(path))
-    if folder.pipeline not in FAMILIES:
-        raise UserError(f"{folder.path}: holds a {folder.pipeline}; vidax runs {', '.join(FAMILIES)}")
-    return FAMILIES[folder.pipeline](folder)
-
-
 def card_for(model: Model, name: str) -> Card:
     """The card of the model that has this network; for an unknown one, diffusers' defaults under the given name."""
     known = next((card for card in CARDS.values() if card.dit == model.dit), None)
     return known or dataclasses.replace(UNNAMED, name=name, dit=model.dit)
-
-
-def card_named(name: str) -> Card:
-    """The card of this name, or a `UserError` with the nearest one."""
-    if name in CARDS:
-        return CARDS[name]
-    near = difflib.get_close_matches(name.lower(), CARDS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"{name!r} is neither a model's name nor a folder; {hint}known models: {', '.join(CARDS)}")
-
-
-def embedded_folder(card: Card) -> str:
-    """Where an embedded model's files are on this machine."""
-    assert card.embedded is not None, card.name
-    return str(files("vidax").joinpath(card.embedded))

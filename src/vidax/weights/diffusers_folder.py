@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from vidax.errors import UserError
-from vidax.weights.files import Checkpoint, open_checkpoint, read_json
+from vidax.weights.checkpoint import Checkpoint, read_json
+from vidax.weights.files import open_checkpoint
 
 CONFIGS = ("config.json", "scheduler_config.json", "preprocessor_config.json", "tokenizer_config.json")
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from vidax.errors import UserError
-from vidax.nn import Spec, is_spec, parameter_bytes
-from vidax.weights.files import Checkpoint, Tensor, few
+from vidax.nn import Spec, is_spec, named_leaves, parameter_bytes
+from vidax.weights.checkpoint import Checkpoint, Tensor, few
 from vidax.weights.mapping import Mapping, Match, check_names
 
 Index = tuple[slice, ...]
 
-ROWS = 64  # copied at a time
+ROWS = 128  # copied at a time
+PIECES = 8  # of a tensor that is not one of many layers, copied side by side
 
 
 def load(
@@ -46,10 +47,13 @@ def load(
     first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     done, total = 0, parameter_bytes(spec_tree)
     arrays = []
-    for _, spec, names in match.leaves:
-        read = reader(spec, [checkpoint[name] for name in names])
-        array = jax.make_array_from_callback(spec.shape, sharding(spec) if sharding else first, read, dtype=spec.dtype)
+    for leaf, (_, spec) in zip(match.leaves, named_leaves(spec_tree), strict=True):
+        tensors = [checkpoint[name] for name in leaf.names]
+        place = sharding(spec) if sharding else first
+        array = jax.make_array_from_callback(spec.shape, place, reader(leaf.spec, tensors), dtype=spec.dtype)
         arrays.append(array.block_until_ready())  # else the host copies of many parameters wait for the device together
+        for tensor in tensors:
+            tensor.give_back()
         done += spec.nbytes
         if progress:
             progress(done, total)
@@ -74,17 +78,19 @@ def read_slice(spec: Spec, tensors: list[Tensor], ranges: tuple[range, ...]) -> 
     """The part of a parameter that `ranges` (one per axis of our shape) covers; other layers are not touched.
 
     Layers are copied side by side: numpy lets go of the interpreter meanwhile, and one thread would wait for each page.
+    What is not stacked is cut along its first axis for that.
     """
     out = np.empty([len(part) for part in ranges], spec.dtype)
     inner = tuple(slice(part.start, part.stop) for part in ranges[spec.stacked :])
-    layers = ranges[0] if spec.stacked else range(1)
-    rows = out if spec.stacked else out[None]
-
-    def fill(row: int) -> None:
-        copy(rows[row, ...], in_our_shape(spec, tensors[layers[row]].view())[inner])
-
+    if spec.stacked:
+        values = [in_our_shape(spec, tensors[layer].view())[inner] for layer in ranges[0]]
+        jobs = list(zip((out[row, ...] for row in range(len(values))), values, strict=True))
+    else:
+        whole = np.atleast_1d(in_our_shape(spec, tensors[0].view())[inner])
+        pieces = min(len(whole), PIECES)
+        jobs = list(zip(np.array_split(np.atleast_1d(out), pieces), np.array_split(whole, pieces), strict=True))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(fill, range(len(layers))))  # the list is for exceptions
+        list(pool.map(lambda job: copy(*job), jobs))  # the list is for exceptions
     return out
 
 
@@ -98,12 +104,14 @@ def in_our_shape(spec: Spec, stored: np.ndarray) -> np.ndarray:
 def copy(out: np.ndarray, values: np.ndarray) -> None:
     """`out[...] = values` with a cast (to nearest, ties to even), by blocks that stay in cache.
 
-    In one go numpy walks a transposed `values` against the grain, up to four times slower for a 5120 x 5120 kernel.
+    Blocks follow the order in which `values` lies in memory: what is transposed is read and cast in that order, and
+    only then turned. For a float32 matrix of 8960 x 1536 that is three times as fast as to follow `out`.
     """
     out, values = np.atleast_1d(out), np.atleast_1d(values)
-    for start in range(0, len(out), ROWS):
-        rows = slice(start, start + ROWS)
-        out[rows] = values[rows].astype(out.dtype)
+    axis = int(np.argmax(values.strides))
+    for start in range(0, values.shape[axis], ROWS):
+        block = (slice(None),) * axis + (slice(start, start + ROWS),)
+        out[block] = values[block].astype(out.dtype)
 
 
 def check_dtypes(match: Match, checkpoint: Checkpoint) -> None:

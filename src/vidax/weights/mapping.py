@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from vidax.errors import UserError
 from vidax.nn import Spec, is_spec, named_leaves
-from vidax.weights.files import few
+from vidax.weights.checkpoint import few
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,24 +22,36 @@ class Mapping:
 
     renames: (pattern, replacement) of `re.sub`, applied one after another to our dotted path, such as
              "blocks.self_attn.q.weight". The name of a stacked parameter has `{}` where its layer's number goes:
-             (r"^blocks\.", "blocks.{}."). A prefix is (r"^", "model.").
+             (r"^blocks\.", "blocks.{}.").
+    prefix:  what stands before every name in this checkpoint, such as "model.diffusion_model.". The other fields are
+             without it.
     skips:   (pattern, reason) for tensors that are left unread on purpose, by `re.search` in the checkpoint's name.
     aliases: (name, other name) of one tensor in the checkpoint, such as tied embeddings. Either may be stored; where
              both are, they must hold the same values.
+    held:    the checkpoint has our names, stacks and shapes (`vidax convert`): nothing is renamed or transposed.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    prefix: str = ""
+    held: bool = False
 
     def rename(self, path: str) -> str:
         for pattern, replacement in self.renames:
             path = re.sub(pattern, replacement, path)
-        return path
+        return self.prefix + path
+
+    def others(self, name: str) -> list[str]:
+        """Further names that the tensor `name` may have."""
+        return [self.prefix + other for first, other in self.aliases if name == self.prefix + first]
 
     def skip(self, name: str) -> str | None:
         """The reason why the tensor `name` is not read, or None."""
-        return next((reason for pattern, reason in self.skips if re.search(pattern, name)), None)
+        if not name.startswith(self.prefix):
+            return None
+        bare = name.removeprefix(self.prefix)
+        return next((reason for pattern, reason in self.skips if re.search(pattern, bare)), None)
 
 
 class Leaf(NamedTuple):
@@ -69,6 +81,9 @@ def checkpoint_names(spec_tree: Any, mapping: Mapping) -> list[Leaf]:
     for path, spec in named_leaves(spec_tree):
         assert is_spec(spec), f"{path} holds {spec!r} where a Spec belongs: a field without static()?"
         name = mapping.rename(path)
+        if mapping.held:
+            leaves.append(Leaf(path, spec.held(), (name,)))
+            continue
         assert name.count("{}") == spec.stacked, (
             f"{path} ({spec.axes}) is renamed {name}: one {{}} if stacked, else none"
         )
@@ -95,16 +110,13 @@ def check_names(
 
     source: what the error calls the checkpoint. files: name to the file that holds it, where there are several.
     """
-    others = collections.defaultdict(list)
-    for name, other in mapping.aliases:
-        others[name].append(other)
     leaves: list[Leaf] = []
     twins: list[tuple[str, str]] = []
     expected: dict[str, tuple[int, ...]] = {}
     for leaf in checkpoint_names(spec_tree, mapping):
         stored = []
         for name in leaf.names:
-            first, *rest = [n for n in (name, *others.get(name, ())) if n in shapes] or [name]
+            first, *rest = [n for n in (name, *mapping.others(name)) if n in shapes] or [name]
             stored.append(first)
             twins += [(first, other) for other in rest]
             expected |= dict.fromkeys([first, *rest], leaf.spec.stored_shape)

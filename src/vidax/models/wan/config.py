@@ -1,7 +1,6 @@
-"""The published Wan 2.1 text-to-video models, and how a diffusers folder's config files are read.
+"""The published Wan 2.1 text-to-video models, and how `config.json` files are read.
 
-Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py; diffusers'
-class defaults for keys that a config file leaves out.
+Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from vidax.models.wan.vae import VAEConfig
 
 WAN21_1_3B = DiTConfig(dim=1536, layers=30, heads=12, mlp_dim=8960)
 WAN21_14B = DiTConfig(dim=5120, layers=40, heads=40, mlp_dim=13824)
-DEMO = DiTConfig(dim=192, layers=6, heads=6, mlp_dim=512, text_dim=64, frequency_dim=64)  # recipes/train_demo.py
+DEMO = DiTConfig(dim=128, layers=6, heads=4, mlp_dim=384, text_dim=64, frequency_dim=64)  # recipes/train_demo.py
 
 # fmt: off
 WAN21_VAE = VAEConfig(
@@ -30,6 +29,9 @@ WAN21_VAE = VAEConfig(
 # fmt: on
 
 UMT5_XXL = T5Config()
+PUBLISHED = (WAN21_1_3B, WAN21_14B)  # with this autoencoder and this text encoder
+
+NOTHING: Mapping[str, Any] = {}
 
 TEXT_TOKENS = 512  # text_len in wan/configs/shared_config.py
 
@@ -39,77 +41,123 @@ NEGATIVE_PROMPT = (
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
 
-# What a config must say, or leave out, for this code to compute what diffusers computes.
+# What a config must say, or leave out, for this code to compute what diffusers and the official code compute.
 DIT_FIXED = {
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "image_dim": None,
-    "added_kv_proj_dim": None,
-    "pos_embed_seq_len": None,
+    "cross_attn_norm": (True,),
+    "qk_norm": ("rms_norm_across_heads", True),  # diffusers' name, the official one
+    "image_dim": (None,),
+    "added_kv_proj_dim": (None,),
+    "pos_embed_seq_len": (None,),
+    "model_type": ("t2v",),
+    "text_len": (TEXT_TOKENS,),
 }
 VAE_FIXED = {
-    "attn_scales": [],
-    "is_residual": False,
-    "patch_size": None,
-    "in_channels": 3,
-    "out_channels": 3,
+    "attn_scales": ([],),
+    "is_residual": (False,),
+    "patch_size": (None,),
+    "in_channels": (3,),
+    "out_channels": (3,),
 }
-T5_FIXED = {"model_type": "umt5", "feed_forward_proj": "gated-gelu"}
+T5_FIXED = {"model_type": ("umt5",), "feed_forward_proj": ("gated-gelu",)}
+
+# Keys of a config.json to our fields.
+DIT_KEYS = {
+    **{"dim": "dim", "num_heads": "heads", "in_dim": "in_channels", "out_dim": "out_channels"},  # official
+    **{"num_attention_heads": "heads", "attention_head_dim": "head_size"},  # diffusers
+    **{"in_channels": "in_channels", "out_channels": "out_channels", "patch_size": "patch"},
+    **{"num_layers": "layers", "ffn_dim": "mlp_dim", "text_dim": "text_dim", "freq_dim": "frequency_dim", "eps": "eps"},
+}
+VAE_KEYS = {
+    "base_dim": "base_dim",
+    "z_dim": "latent_channels",
+    "dim_mult": "multipliers",
+    "num_res_blocks": "blocks",
+    "temperal_downsample": "time_downsample",  # the key is spelled so
+    "latents_mean": "latents_mean",
+    "latents_std": "latents_std",
+}
+T5_KEYS = {
+    "vocab_size": "vocabulary",
+    "d_model": "dim",
+    "d_kv": "head_size",
+    "num_heads": "heads",
+    "d_ff": "mlp_dim",
+    "num_layers": "layers",
+    "relative_attention_num_buckets": "buckets",
+    "relative_attention_max_distance": "max_distance",
+    "layer_norm_epsilon": "eps",
+}
+HEAD_SIZE = 128  # of every published transformer
 
 
-def dit_config(config: Mapping[str, Any], file: str) -> DiTConfig:
-    """The transformer of a diffusers `transformer/config.json`; `file` names it in errors."""
-    _expect(config, DIT_FIXED, file)
-    heads, head_size = config.get("num_attention_heads", 40), config.get("attention_head_dim", 128)
-    return DiTConfig(
-        dim=heads * head_size,
-        layers=config.get("num_layers", 40),
-        heads=heads,
-        mlp_dim=config.get("ffn_dim", 13824),
-        in_channels=config.get("in_channels", 16),
-        out_channels=config.get("out_channels") or config.get("in_channels", 16),
-        text_dim=config.get("text_dim", 4096),
-        frequency_dim=config.get("freq_dim", 256),
-        patch=tuple(config.get("patch_size", (1, 2, 2))),
-        eps=config.get("eps", 1e-6),
-    )
+def dit_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> DiTConfig:
+    """The transformer that a `config.json` describes, diffusers' or the official one.
+
+    file: what errors call it. numbers: fields that are known from the tensors; the file must agree with them, and
+    where it is silent they stand. Without a file the head size is that of the published models.
+    """
+    values = _merge(config, DIT_KEYS, DIT_FIXED, file, numbers)
+    head_size = values.pop("head_size", None)
+    if "heads" not in values:
+        values["heads"] = _usual_heads(values, file)
+    heads = values["heads"]
+    if type(heads) is not int or heads < 1:
+        raise UserError(f"{file}: the number of heads is {heads!r}; it is a whole number of 1 or more")
+    dim = values.setdefault("dim", heads * (head_size or HEAD_SIZE))
+    if dim % (2 * heads) or head_size not in (None, dim // heads):
+        raise UserError(f"{file}: {heads} heads of size {head_size or 'unknown'} do not make dim {dim}")
+    return DiTConfig(**values)
 
 
-def vae_config(config: Mapping[str, Any], file: str) -> VAEConfig:
-    """The autoencoder of a diffusers `vae/config.json`."""
-    _expect(config, VAE_FIXED, file)
-    parsed = VAEConfig(
-        base_dim=config.get("base_dim", 96),
-        latent_channels=config.get("z_dim", 16),
-        multipliers=tuple(config.get("dim_mult", (1, 2, 4, 4))),
-        blocks=config.get("num_res_blocks", 2),
-        time_downsample=tuple(config.get("temperal_downsample", (False, True, True))),  # the key is spelled so
-        latents_mean=tuple(config.get("latents_mean", WAN21_VAE.latents_mean)),
-        latents_std=tuple(config.get("latents_std", WAN21_VAE.latents_std)),
-    )
-    for key, values in (("latents_mean", parsed.latents_mean), ("latents_std", parsed.latents_std)):
-        if len(values) != parsed.latent_channels:
-            raise UserError(f"{file}: {key} has {len(values)} values for z_dim {parsed.latent_channels}")
+def _usual_heads(values: Mapping[str, Any], file: str) -> int:
+    sizes = ("dim", "layers", "mlp_dim")
+    for known in (WAN21_1_3B, WAN21_14B, DEMO):
+        if all(getattr(known, size) == values[size] for size in sizes):
+            return known.heads
+    if values["dim"] % HEAD_SIZE:
+        raise UserError(
+            f"{file}: dim {values['dim']} is no multiple of {HEAD_SIZE}, the head size of the published models; "
+            "put the config.json beside it that gives the number of heads"
+        )
+    return values["dim"] // HEAD_SIZE
+
+
+def vae_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> VAEConfig:
+    """The autoencoder of a diffusers `vae/config.json`; arguments as in `dit_config`. The latent statistics are those
+    of Wan 2.1 unless the file has others.
+    """
+    numbers = {name: value for name, value in numbers.items() if name != "image_channels"}
+    statistics = {"latents_mean": WAN21_VAE.latents_mean, "latents_std": WAN21_VAE.latents_std}
+    parsed = VAEConfig(**statistics | _merge(config, VAE_KEYS, VAE_FIXED, file, numbers))
+    for key in statistics:
+        if (count := len(getattr(parsed, key))) != parsed.latent_channels:
+            raise UserError(f"{file}: {key} has {count} values for z_dim {parsed.latent_channels}")
     return parsed
 
 
-def t5_config(config: Mapping[str, Any], file: str) -> T5Config:
-    """The text encoder of a transformers `text_encoder/config.json`."""
-    _expect(config, T5_FIXED, file)
-    return T5Config(
-        vocabulary=config["vocab_size"],
-        dim=config["d_model"],
-        head_size=config["d_kv"],
-        heads=config["num_heads"],
-        mlp_dim=config["d_ff"],
-        layers=config["num_layers"],
-        buckets=config.get("relative_attention_num_buckets", 32),
-        max_distance=config.get("relative_attention_max_distance", 128),
-        eps=config.get("layer_norm_epsilon", 1e-6),
-    )
+def t5_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> T5Config:
+    """The text encoder of a transformers `text_encoder/config.json`; arguments as in `dit_config`."""
+    return T5Config(**_merge(config, T5_KEYS, T5_FIXED, file, numbers))
 
 
-def _expect(config: Mapping[str, Any], fixed: Mapping[str, Any], file: str) -> None:
-    for key, value in fixed.items():
-        if config.get(key, value) != value:
-            raise UserError(f"{file}: {key} is {config[key]!r}; Wan 2.1 text-to-video needs {value!r}")
+def _merge(
+    config: Mapping[str, Any],
+    keys: Mapping[str, str],
+    fixed: Mapping[str, tuple[Any, ...]],
+    file: str,
+    numbers: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Our fields from the file and from the tensors, which must agree."""
+    for key, wanted in fixed.items():
+        if (value := config.get(key, wanted[0])) not in wanted:
+            raise UserError(f"{file}: {key} is {value!r}; Wan 2.1 text-to-video needs {wanted[0]!r}")
+    values = dict(numbers)
+    for key, field in keys.items():
+        if (value := config.get(key)) is None:
+            continue
+        value = tuple(value) if isinstance(value, list) else value
+        if values.setdefault(field, value) != value:
+            raise UserError(
+                f"{file}: {key} is {value}, but the tensors beside it have {values[field]}; take both from one model"
+            )
+    return values

@@ -1,6 +1,8 @@
 """Where each parameter of a Wan model stands in the published checkpoints: the diffusers layout and the official
 one.
 
+Repacks for single files keep one of these layouts, mostly behind a prefix (`Mapping.prefix`).
+
 A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
 layer's number. Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules;
 transformers' modeling_umt5.py.
@@ -48,7 +50,11 @@ VAE_DIFFUSERS = Mapping(
     )
 )
 
-ENCODER_UNUSED = ((r"^(encoder|quant_conv)\.", "only decoding is needed"),)
+VAE_ENCODER = {
+    "diffusers": ((r"^(encoder|quant_conv)\.", "only decoding is needed"),),
+    "official": ((r"^(encoder|conv1)\.", "only decoding is needed"),),
+    "vidax": ((r"^encoder\.", "only decoding is needed"),),
+}
 
 
 def vae_official(c: VAEConfig) -> Mapping:
@@ -98,6 +104,7 @@ UMT5_DIFFUSERS = Mapping(
         (r"\.mlp\.up\.", ".layer.1.DenseReluDense.wi_1."),
         (r"\.mlp\.down\.", ".layer.1.DenseReluDense.wo."),
     ),
+    skips=((r"^spiece_model$", "the tokenizer, read by towers/tokenizer.py"),),
     aliases=(("shared.weight", "encoder.embed_tokens.weight"),),
 )
 

@@ -7,6 +7,7 @@ functions are shared by every model and every request, so a shape compiles once 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,53 +15,65 @@ import jax.numpy as jnp
 import numpy as np
 
 from vidax.errors import UserError
-from vidax.models.interface import Part, Text
+from vidax.models.interface import Part, Sources, Text
 from vidax.models.towers.t5 import T5Config, T5Encoder
-from vidax.models.towers.tokenizer import Tokenizer
+from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
-from vidax.models.wan.config import TEXT_TOKENS, dit_config, t5_config, vae_config
+from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
 from vidax.models.wan.dit import DiT, DiTConfig
+from vidax.models.wan.layouts import WAN21
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
-from vidax.weights import Folder, check_names
+from vidax.weights import Component
+from vidax.weights.layouts import differences, open_component
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WanModel:
-    """Wan text-to-video in a diffusers folder; see `vidax.models.interface.Model` for its methods."""
+    """Wan text-to-video on disk, in any layout; see `vidax.models.interface.Model` for its methods."""
 
-    folder: Folder
-    dit: DiTConfig
-    vae: VAEConfig
-    text: T5Config
-    scheduler: dict[str, Any]
+    parts: dict[str, Component]
+    tokenizer: Path
+    scheduler: dict[str, Any] | None
 
     @staticmethod
-    def open(folder: Folder) -> "WanModel":
-        """Raises UserError where a config is not that of a Wan 2.1 text-to-video model."""
+    def open(sources: Sources) -> "WanModel":
+        """Raises UserError where a part is not that of a Wan 2.1 text-to-video model, or they do not fit together."""
         for option in ("boundary_ratio", "expand_timesteps"):
-            if value := folder.index.get(option):
-                where = f"{folder.path}/model_index.json"
-                raise UserError(f"{where}: {option} is {value!r}, as in Wan 2.2; Wan 2.1 text to video is supported")
-        model = WanModel(
-            folder=folder,
-            dit=dit_config(folder.config("transformer"), f"{folder.path}/transformer/config.json"),
-            vae=vae_config(folder.config("vae"), f"{folder.path}/vae/config.json"),
-            text=t5_config(folder.config("text_encoder"), f"{folder.path}/text_encoder/config.json"),
-            scheduler=folder.config("scheduler"),
-        )
-        for name, found, wanted in (
-            ("text_dim", model.dit.text_dim, model.text.dim),
-            ("in_channels", model.dit.in_channels, model.vae.latent_channels),
-            ("out_channels", model.dit.out_channels, model.vae.latent_channels),
-        ):
-            if found != wanted:
-                raise UserError(
-                    f"{folder.path}: the transformer has {name} {found} where the other components have {wanted}; "
-                    "take all of them from one model"
-                )
+            if value := sources.options.get(option):
+                file = f"{sources.folder}/model_index.json"
+                raise UserError(f"{file}: {option} is {value!r}, as in Wan 2.2; Wan 2.1 text to video is supported")
+        parts = {name: open_component(WAN21, name, sources.parts[name]) for name in WAN21.kinds}
+        encoder = parts["text_encoder"].path
+        if (tokenizer := sources.parts.get("tokenizer") or nearest_tokenizer(encoder)) is None:
+            raise UserError(
+                f"{encoder.parent}: holds no {' or '.join(NAMES)} for the text encoder, nor does a folder tokenizer/ "
+                "or google/umt5-xxl/ near it; give one with --tokenizer"
+            )
+        model = WanModel(parts=parts, tokenizer=tokenizer, scheduler=sources.scheduler)
+        check_parts(model)
         return model
+
+    @property
+    def pipeline(self) -> str:
+        return "WanPipeline"
+
+    @property
+    def files(self) -> dict[str, str]:
+        return {name: str(part.path) for name, part in self.parts.items()} | {"tokenizer": str(self.tokenizer)}
+
+    @property
+    def dit(self) -> DiTConfig:
+        return self.parts["transformer"].config
+
+    @property
+    def vae(self) -> VAEConfig:
+        return self.parts["vae"].config
+
+    @property
+    def text(self) -> T5Config:
+        return self.parts["text_encoder"].config
 
     @property
     def size_multiple(self) -> int:
@@ -79,25 +92,36 @@ class WanModel:
         pt, ph, pw = self.dit.patch
         return (f // pt) * (h // ph) * (w // pw), self.dit.heads, self.dit.head_size
 
+    def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
+        specs = {
+            "transformer": DiT.spec(self.dit, dtype),
+            "vae": VAE.spec(self.vae),
+            "text_encoder": T5Encoder.spec(self.text, dtype),
+        }
+        return {
+            name: (Part(specs[name], part.checkpoint(), part.names), part.config, part.layout)
+            for name, part in self.parts.items()
+        }
+
     def text_encoder(self, dtype) -> Part:
-        return Part(T5Encoder.spec(self.text, dtype), self.folder.checkpoint("text_encoder"), mapping.UMT5_DIFFUSERS)
+        part = self.parts["text_encoder"]
+        return Part(T5Encoder.spec(self.text, dtype), part.checkpoint(), part.names)
 
     def transformer(self, dtype) -> Part:
-        return Part(DiT.spec(self.dit, dtype), self.folder.checkpoint("transformer"), mapping.DIT_DIFFUSERS)
+        part = self.parts["transformer"]
+        return Part(DiT.spec(self.dit, dtype), part.checkpoint(), part.names)
 
     def decoder(self) -> Part:
-        """The autoencoder without its encoder, always float32. The whole file is checked, half of it read."""
-        checkpoint = self.folder.checkpoint("vae")
-        shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
-        check_names(VAE.spec(self.vae), mapping.VAE_DIFFUSERS, shapes, source=str(checkpoint.path))
-        half = dataclasses.replace(mapping.VAE_DIFFUSERS, skips=mapping.ENCODER_UNUSED)
-        return Part(VAE(encoder=None, decoder=Decoder.spec(self.vae)), checkpoint, half)
+        """The autoencoder without its encoder, always float32."""
+        part = self.parts["vae"]
+        half = dataclasses.replace(part.names, skips=mapping.VAE_ENCODER[part.layout])
+        return Part(VAE(encoder=None, decoder=Decoder.spec(self.vae)), part.checkpoint(), half)
 
     def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Iterator[Text]:
-        tokens = Tokenizer.load(self.folder.folder("tokenizer")).encode(prompts, TEXT_TOKENS)
+        tokens = Tokenizer.load(self.tokenizer).encode(prompts, TEXT_TOKENS)
         if (largest := tokens.ids.max()) >= self.text.vocabulary:
             raise UserError(
-                f"{self.folder.path}: the tokenizer gives token {largest}, but the text encoder's vocabulary has "
+                f"{self.tokenizer}: gives token {largest}, but the text encoder's vocabulary has "
                 f"{self.text.vocabulary}; take both from one model"
             )
         for row, truncated in enumerate(tokens.truncated):
@@ -128,6 +152,30 @@ class WanModel:
         for i in range(latents.shape[1]):
             frames, cache = decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, dtype)
             yield np.asarray(frames)
+
+
+def check_parts(model: WanModel) -> None:
+    """Raises UserError unless the parts fit together; those of a published transformer are known to the number."""
+    files = model.files
+    for name, found, other, wanted in (
+        ("text_dim", model.dit.text_dim, "text_encoder", model.text.dim),
+        ("in_channels", model.dit.in_channels, "vae", model.vae.latent_channels),
+        ("out_channels", model.dit.out_channels, "vae", model.vae.latent_channels),
+    ):
+        if found != wanted:
+            raise UserError(
+                f"{files['transformer']}: the transformer has {name} {found} where {files[other]} has {wanted}; "
+                "take all components from one model"
+            )
+    if model.dit in PUBLISHED:
+        mean, std = model.vae.latents_mean, model.vae.latents_std  # a fine-tuned autoencoder may have its own
+        published = {
+            "vae": dataclasses.replace(WAN21_VAE, latents_mean=mean, latents_std=std),
+            "text_encoder": UMT5_XXL,
+        }
+        for part, config in published.items():
+            if difference := differences(model.parts[part].config, config):
+                raise UserError(f"{files[part]}: not the {WAN21.kinds[part].title} of Wan 2.1: {difference}")
 
 
 @jax.jit

@@ -1,0 +1,119 @@
+"""From what the user names, a folder, a file, a model's name or a repository, to a model that is open and its card."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from vidax.errors import UserError
+from vidax.models.interface import PARTS, Model, Sources
+from vidax.models.registry import CARDS, Card, card_for
+from vidax.models.towers.tokenizer import find_tokenizer, nearest_tokenizer
+from vidax.models.wan.layouts import DIFFUSERS_FILES, OFFICIAL_FILES, WAN21
+from vidax.models.wan.pipeline import WanModel
+from vidax.weights import Folder, open_checkpoint
+from vidax.weights.hub import REPOSITORY, fetch
+from vidax.weights.layouts import Catalogue, components_in, differences, flag, identify
+
+
+class Family(NamedTuple):
+    """What opens a family's models, and the components that they have."""
+
+    open: Callable[[Sources], Model]
+    catalogue: Catalogue
+
+
+# By the class of the pipeline in model_index.json. Other folders are known by their tensors.
+FAMILIES = {"WanPipeline": Family(WanModel.open, WAN21)}
+
+Given = dict[str, Path]
+
+
+def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
+    """Open a model and find its card.
+
+    model: a folder or a checkpoint file; the name of a card; a repository of the Hugging Face hub; None for the demo,
+           or for a model that is `given` whole.
+    given: parts (`PARTS`) that take the place of the model's own: a file or a folder each, in any layout.
+    """
+    for part, place in given.items():
+        if not place.exists():
+            raise UserError(f"{place}: no such file or folder; it is given as the {part.replace('_', ' ')}")
+    if model is None and given:
+        opened = open_parts(Sources(parts=given))
+        return card_for(opened, given["transformer"].stem), opened
+    name = "demo" if model is None else str(model)
+    if (path := Path(name)).exists():
+        opened = open_parts(sources_at(path, given))
+        return card_for(opened, path.stem if path.is_file() else path.resolve().name), opened
+    if name in CARDS:
+        return open_card(CARDS[name], given)
+    if REPOSITORY.fullmatch(name):
+        opened = open_parts(sources_at(fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given)), given))
+        return card_for(opened, path.name), opened
+    near = difflib.get_close_matches(name.lower(), CARDS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(
+        f"{name!r} is neither a model's name nor a folder, nor OWNER/NAME of a Hugging Face repository; "
+        f"{hint}known models: {', '.join(CARDS)}"
+    )
+
+
+def open_card(card: Card, given: Given) -> tuple[Card, Model]:
+    """A card's model, which must be that of the card. Its recipe is the card's, whichever copy of it is at hand."""
+    if card.embedded is not None:
+        sources = sources_at(Path(str(files("vidax").joinpath(card.embedded))), given)
+    elif needed := missing(given):
+        assert card.repository is not None, card.name
+        repositories = [card.repository, f"{card.repository}-Diffusers"]
+        folder = fetch(repositories, [OFFICIAL_FILES, DIFFUSERS_FILES], needed)
+        sources = dataclasses.replace(sources_at(folder, given), scheduler=None)
+    else:
+        sources = Sources(parts=given)
+    opened = open_parts(sources)
+    if opened.dit != card.dit:
+        raise UserError(f"{opened.files['transformer']}: not {card.name}: {differences(opened.dit, card.dit)}")
+    return card, opened
+
+
+def missing(given: Given) -> list[str]:
+    """What a repository is needed for: the parts that are not given, and the recipe that comes with them. A tokenizer
+    may lie with the text encoder.
+    """
+    needed = [part for part in PARTS if part not in given]
+    if "text_encoder" in given and "tokenizer" in needed and nearest_tokenizer(given["text_encoder"]):
+        needed.remove("tokenizer")
+    return [*needed, "scheduler"] if needed else []
+
+
+def sources_at(path: Path, given: Given) -> Sources:
+    """The parts in a folder or file, those that are given in their place."""
+    if (path / "model_index.json").is_file():
+        folder = Folder(path)
+        if folder.pipeline not in FAMILIES:
+            raise UserError(f"{path}: holds a {folder.pipeline}; vidax runs {', '.join(FAMILIES)}")
+        parts = {part: folder.folder(part) for part in PARTS if part not in given}
+        return Sources(parts=parts | given, folder=path, options=folder.index, scheduler=folder.config("scheduler"))
+    if path.is_file():
+        known = identify(WAN21, open_checkpoint(path))
+        return Sources(parts={known[0] if known else "transformer": path} | given)
+    if not path.exists():
+        raise UserError(f"{path}: no such folder; install vidax again")
+    parts = components_in(WAN21, path, [part for part in WAN21.kinds if part not in given])
+    if tokenizer := find_tokenizer(path):
+        parts["tokenizer"] = tokenizer
+    return Sources(parts=parts | given, folder=path)
+
+
+def open_parts(sources: Sources) -> Model:
+    # The only family so far: without a model_index.json nothing else can be meant.
+    family = FAMILIES[sources.options.get("_class_name", "WanPipeline")]
+    if absent := [part for part in family.catalogue.kinds if part not in sources.parts]:
+        titles = " and no ".join(family.catalogue.kinds[part].title for part in absent)
+        where = sources.folder or next(iter(sources.parts.values()))
+        flags = " and ".join(map(flag, absent))
+        raise UserError(f"{where}: no whole model: no {titles}; give the folder of one that is, or {flags}")
+    return family.open(sources)
