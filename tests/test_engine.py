@@ -139,7 +139,7 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_ten_jobs_take_the_memory_of_one_and_the_tenth_is_the_first(engine):
-    """A job's frames are 5 MB: were they to stay, it would be 24 MB at the sixth.
+    """A job's frames are 5 MB: were they to stay, it would be 15 MB more at the sixth than at the third.
 
     Measured over 30 jobs: no growth after the fourth; the allocator's slack moves by up to 25 MB, mostly downwards.
     """
@@ -156,7 +156,7 @@ def test_ten_jobs_take_the_memory_of_one_and_the_tenth_is_the_first(engine):
         del result
     assert np.array_equal(first, last) and first is not last
     assert max(device[1:]) <= device[0]
-    assert min(host[5:]) <= max(host[:2]) + 12e6, [f"{size / 1e6:.1f}" for size in host]
+    assert min(host[5:]) <= max(host[:3]) + 12e6, [f"{size / 1e6:.1f}" for size in host]
     assert live_bytes() == before
 
 

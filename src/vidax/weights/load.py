@@ -4,6 +4,7 @@ Host memory stays near one parameter beyond the destination: files are memory ma
 before the next one is read.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ from vidax.weights.mapping import Mapping, Match, check_names
 Index = tuple[slice, ...]
 
 ROWS = 128  # copied at a time
+ALIGNMENT = 64  # bytes, of XLA's CPU buffers
 PIECES = 8  # of a tensor that is not one of many layers, copied side by side
 
 
@@ -80,7 +82,7 @@ def read_slice(spec: Spec, tensors: list[Tensor], ranges: tuple[range, ...]) -> 
     Layers are copied side by side: numpy lets go of the interpreter meanwhile, and one thread would wait for each page.
     What is not stacked is cut along its first axis for that.
     """
-    out = np.empty([len(part) for part in ranges], spec.dtype)
+    out = empty([len(part) for part in ranges], np.dtype(spec.dtype))
     inner = tuple(slice(part.start, part.stop) for part in ranges[spec.stacked :])
     if spec.stacked:
         values = [in_our_shape(spec, tensors[layer].view())[inner] for layer in ranges[0]]
@@ -92,6 +94,14 @@ def read_slice(spec: Spec, tensors: list[Tensor], ranges: tuple[range, ...]) -> 
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: copy(*job), jobs))  # the list is for exceptions
     return out
+
+
+def empty(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """`np.empty` at a multiple of ALIGNMENT, which a CPU device takes as it is where it would copy any other array."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def in_our_shape(spec: Spec, stored: np.ndarray) -> np.ndarray:
