@@ -98,7 +98,7 @@ def account_lines(account: Account) -> list[str]:
     """A component's tensors: what they are, which are left unread and why, and whose hash is known."""
     lines = [
         f"{account.component:13} {account.layout} layout, {account.tensors} tensors -> {account.parameters} "
-        f"parameters, {account.values:,} values, {account.stored_bytes / 1e9:.2f} GB: {account.path}"
+        f"parameters, {account.values:,} values, {account.stored_bytes / 1e6:,.1f} MB: {account.path}"
     ]
     lines += [f"{'':13} not read: {name} ({reason})" for name, reason in account.skipped.items()]
     return lines + [
