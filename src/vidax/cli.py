@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from vidax import __version__
-from vidax.errors import UserError
+from vidax.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from vidax.engine.jobs import Wish
@@ -289,9 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_command(word: str) -> None:
     """argparse lists the commands, but does not say which is nearest."""
     if word not in COMMANDS:
-        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown command {word!r}; {hint}there are {', '.join(COMMANDS)}")
+        raise UserError(f"unknown command {word!r}; {did_you_mean(word, COMMANDS)}there are {', '.join(COMMANDS)}")
 
 
 def same_flag(word: str) -> str:

@@ -1,6 +1,5 @@
 """What `vidax check` and `vidax convert` do with a model's files, without running it."""
 
-import difflib
 import json
 import os
 import secrets
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from vidax.engine.engine import DTYPES, Progress, Silent
-from vidax.errors import UserError
+from vidax.errors import UserError, did_you_mean
 from vidax.media.files import sentences
 from vidax.models.interface import Model
 from vidax.models.locate import locate
@@ -42,8 +41,7 @@ def open_named(name: str, weights: str | os.PathLike | None) -> Model:
     if weights is None:
         return locate(name, {})[1]
     if name not in CARDS:
-        near = difflib.get_close_matches(name.lower(), CARDS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
         raise UserError(f"{name!r} is not a model's name; {hint}known models: {', '.join(CARDS)}")
     _, model = locate(weights, {})
     if model.dit != CARDS[name].dit:
@@ -122,7 +120,7 @@ def convert(model: Model, output: str | os.PathLike, *, dtype: str, progress: Pr
 def write_index(model: Model, folder: Path) -> None:
     """`model_index.json` and `scheduler_config.json`, as in the layout of diffusers, whose recipe the folder keeps."""
     assert model.scheduler is not None
-    components = {name: ["vidax", name] for name in (*model.components(jnp.bfloat16), "tokenizer", "scheduler")}
+    components = {name: ["vidax", name] for name in (*model.files, "scheduler")}
     (folder / "model_index.json").write_text(json.dumps({"_class_name": model.pipeline, **components}, indent=2) + "\n")
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(model.scheduler, indent=2) + "\n")

@@ -17,7 +17,7 @@ import numpy as np
 from vidax import __version__
 from vidax.engine.request import Request, resolve, untrained
 from vidax.errors import UserError
-from vidax.media.files import write_json
+from vidax.media.files import record, write_json
 from vidax.media.output import open_writer, to_uint8
 from vidax.models.interface import Model, Part
 from vidax.models.locate import locate
@@ -94,7 +94,7 @@ class Result:
         )
         with writer:
             writer.write(as_dtype(self.frames, writer.dtype))
-        write_json(writer.path.with_suffix(".json"), self.metadata, overwrite=overwrite)
+        write_json(record(writer.path), self.metadata, overwrite=overwrite)
         return writer.path
 
 

@@ -1,13 +1,12 @@
 """What a run is asked for: the lines of a file of prompts, times seeds, times videos for each."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vidax.engine.request import DEFAULT_SEED, parse_size
-from vidax.errors import UserError
+from vidax.errors import UserError, did_you_mean
 
 FEW = 10  # faults that are listed before the rest is counted
 
@@ -56,8 +55,7 @@ def read_line(line: str) -> dict[str, Any]:
 def nearest(name: str) -> str:
     """The field that was meant, also by its name in diffusers."""
     theirs = {"num_frames": "frames", "num_inference_steps": "steps", "height": "size", "width": "size"}
-    near = [theirs[name]] if name in theirs else difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return did_you_mean(theirs.get(name, name), FIELDS)
 
 
 def text(name: str, value: Any) -> str:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vidax.engine.engine import Clip, Engine, Job, tags
+import numpy as np
+
+from vidax.engine.engine import Clip, Engine, Job, as_dtype, tags
 from vidax.engine.jobs import Wish, each
 from vidax.engine.request import Request
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
-from vidax.media.output import contact_sheet, open_writer, sheet_indices, to_uint8, write_png
+from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png
 
 # What a record says of the run, not of the video: a video that differs in these alone need not be made again.
 CIRCUMSTANCES = ("origins", "warnings", "attention", "device", "versions")
@@ -117,6 +119,6 @@ def write(task: Task, clip: Clip, *, overwrite: bool = False, sheet: bool = Fals
     write_json(record(writer.path), clip.metadata, overwrite=overwrite)
     if not sheet:
         return [writer.path]
-    pictures = [frame if frame.dtype == "uint8" else to_uint8(frame * 2 - 1) for frame in kept]
+    pictures = [as_dtype(frame, np.uint8) for frame in kept]
     path = writer.path.with_name(f"{writer.path.stem}-frames.png")
     return [writer.path, write_png(path, contact_sheet(pictures), overwrite=overwrite)]

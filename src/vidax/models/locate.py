@@ -1,14 +1,13 @@
 """From what the user names, a folder, a file, a model's name or a repository, to a model that is open and its card."""
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from vidax.errors import UserError
+from vidax.errors import UserError, did_you_mean
 from vidax.models.interface import PARTS, Model, Sources
 from vidax.models.registry import CARDS, Card, card_for
 from vidax.models.towers.tokenizer import find_tokenizer, nearest_tokenizer
@@ -54,8 +53,7 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
     if REPOSITORY.fullmatch(name):
         opened = open_parts(sources_at(fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given)), given))
         return card_for(opened, path.name), opened
-    near = difflib.get_close_matches(name.lower(), CARDS, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
     raise UserError(
         f"{name!r} is neither a model's name nor a folder, nor OWNER/NAME of a Hugging Face repository; "
         f"{hint}known models: {', '.join(CARDS)}"

@@ -16,10 +16,9 @@ def conv3d(x: jax.Array, weight: jax.Array, *, stride: tuple[int, int, int] = (1
     On a CPU the frames under the kernel are laid side by side as channels of a 2-D convolution, since XLA has no fast
     3-D one there.
     """
-    forms = {"cpu": functools.partial(_folded, stride=stride, padding=padding)}
-    return jax.lax.platform_dependent(
-        x, weight, default=functools.partial(_direct, stride=stride, padding=padding), **forms
-    )
+    direct = functools.partial(_direct, stride=stride, padding=padding)
+    folded = functools.partial(_folded, stride=stride, padding=padding)
+    return jax.lax.platform_dependent(x, weight, cpu=folded, default=direct)
 
 
 def _direct(x: jax.Array, weight: jax.Array, *, stride: tuple[int, int, int], padding: Padding) -> jax.Array:

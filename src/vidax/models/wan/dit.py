@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, module, stack, standardize, static
-from vidax.nn import fan_in as normal_fan_in
+from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, module, stack, standardize, static
 from vidax.ops.attention import attention
 from vidax.ops.rope import grid_table, rotate
 
@@ -118,7 +117,7 @@ class Block:
     @staticmethod
     def spec(c: DiTConfig, dtype):
         return Block(
-            modulation=Spec((1, 6, c.dim), (None, None, "embed"), jnp.float32, normal_fan_in(c.dim)),
+            modulation=Spec((1, 6, c.dim), (None, None, "embed"), jnp.float32, fan_in(c.dim)),
             self_attn=Attention.spec(c, dtype),
             norm3=LayerNorm.spec(c.dim, c.eps),
             cross_attn=Attention.spec(c, dtype),
@@ -146,7 +145,7 @@ class Head:
     @staticmethod
     def spec(c: DiTConfig):
         return Head(
-            modulation=Spec((1, 2, c.dim), (None, None, "embed"), jnp.float32, normal_fan_in(c.dim)),
+            modulation=Spec((1, 2, c.dim), (None, None, "embed"), jnp.float32, fan_in(c.dim)),
             head=Linear.spec(c.dim, math.prod(c.patch) * c.out_channels, ("embed", None), jnp.float32),
             eps=c.eps,
         )
