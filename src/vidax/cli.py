@@ -82,6 +82,13 @@ def parser() -> Parser:
     make.add_argument(
         "--dtype", default="bfloat16", metavar="bfloat16|float32", help="of the matrix products (bfloat16)"
     )
+    make.add_argument(
+        "--mesh",
+        default="auto",
+        metavar="AXIS=N,...",
+        help="sizes of data, seq and tensor; auto takes all TPUs or GPUs (auto)",
+    )
+    make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
     make.add_argument("--output", metavar="FILE|DIR", help=".mp4, .npy (float32 in [0, 1]) or .png (one frame)")
     make.add_argument("--overwrite", action="store_true", help="replace an existing output")
     make.add_argument(
@@ -141,13 +148,15 @@ def generate(arguments: argparse.Namespace) -> int:
     from vidax import terminal
     from vidax.engine import compilation_cache, jobs, tasks
     from vidax.engine.engine import load
+    from vidax.parallel import mesh
 
     wishes = asked(arguments)
+    devices = None if arguments.cpu_devices is None else mesh.cpu_devices(arguments.cpu_devices)
     uncached = compilation_cache.use()
     if uncached and not arguments.quiet:
         terminal.warn(uncached)
     parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
-    engine = load(arguments.model, **parts, dtype=arguments.dtype)
+    engine = load(arguments.model, **parts, dtype=arguments.dtype, mesh=arguments.mesh, devices=devices)
     defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
     defaults["size"] = chosen_size(arguments, engine.card.size)
     videos = 1 if arguments.num_videos is None else arguments.num_videos

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from vidax.ops.precision import precision_of
+from vidax.parallel.rules import STORAGE, Axis, constrain
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -25,7 +26,7 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class Spec:
     """What a parameter is before it has a value.
 
-    shape:  our shape; `axes` names each dimension (a logical axis, or None where it is never sharded).
+    shape:  our shape; `axes` names the logical axis of each dimension (`vidax.parallel.rules`).
     dtype:  the dtype it is held in.
     init:   initialiser for training and tests.
     stored: the shape in a PyTorch checkpoint where it differs; `transpose` is applied to that, then a reshape to
@@ -33,7 +34,7 @@ class Spec:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: tuple[Axis, ...]
     dtype: Any
     init: Initializer
     stored: tuple[int, ...] | None = None
@@ -109,6 +110,22 @@ def init(tree, key: jax.Array):
     return map_specs(lambda s: s.init(next(keys), s.shape, s.dtype), tree)
 
 
+def used(axis: Axis) -> Axis:
+    """The axis by which a dimension is split where it is used: none if that is only for storage."""
+    return None if axis in STORAGE else axis
+
+
+def gathered(specs, layer):
+    """One layer's weights whole along the dimensions that are split for storage, so that devices gather a layer when
+    they come to it. `specs` describes the layer, unstacked.
+    """
+
+    def gather(s: Spec, weight: jax.Array) -> jax.Array:
+        return constrain(weight, *map(used, s.axes)) if set(STORAGE) & set(s.axes) else weight
+
+    return jax.tree.map(gather, specs, layer, is_leaf=is_spec)
+
+
 def parameter_bytes(tree) -> int:
     return sum(leaf.nbytes for _, leaf in named_leaves(tree))
 
@@ -144,7 +161,7 @@ class Linear:
     def spec(
         d_in: int,
         d_out: int,
-        axes: tuple[str | None, str | None],
+        axes: tuple[Axis, Axis],
         dtype,
         *,
         bias: bool = True,
@@ -157,7 +174,7 @@ class Linear:
         stored = (d_out, d_in // math.prod(kernel), *kernel)
         return Linear(
             Spec((d_in, d_out), axes, dtype, fan_in(d_in), stored=stored, transpose=order),
-            Spec((d_out,), axes[1:], jnp.float32, zeros) if bias else None,
+            Spec((d_out,), (used(axes[1]),), jnp.float32, zeros) if bias else None,
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -171,7 +188,7 @@ class RMSNorm:
     eps: float = static()
 
     @staticmethod
-    def spec(dim: int, eps: float, axis: str | None = "embed"):
+    def spec(dim: int, eps: float, axis: Axis = None):
         return RMSNorm(Spec((dim,), (axis,), jnp.float32, ones), eps)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -187,7 +204,7 @@ class LayerNorm:
 
     @staticmethod
     def spec(dim: int, eps: float):
-        return LayerNorm(Spec((dim,), ("embed",), jnp.float32, ones), Spec((dim,), ("embed",), jnp.float32, zeros), eps)
+        return LayerNorm(Spec((dim,), (None,), jnp.float32, ones), Spec((dim,), (None,), jnp.float32, zeros), eps)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return standardize(x, self.eps) * self.weight + self.bias
@@ -199,7 +216,7 @@ class Embedding:
 
     @staticmethod
     def spec(vocabulary: int, dim: int, dtype):
-        return Embedding(Spec((vocabulary, dim), ("vocabulary", "embed"), dtype, jax.nn.initializers.normal(1.0)))
+        return Embedding(Spec((vocabulary, dim), ("vocabulary", None), dtype, jax.nn.initializers.normal(1.0)))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         return self.weight[ids].astype(jnp.float32)

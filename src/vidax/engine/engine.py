@@ -8,11 +8,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from vidax import __version__
 from vidax.engine.request import Request, resolve, untrained
@@ -22,12 +23,17 @@ from vidax.media.output import open_writer, to_uint8
 from vidax.models.interface import Model, Part
 from vidax.models.locate import locate
 from vidax.models.registry import Card
-from vidax.nn import parameter_bytes
-from vidax.ops.attention import choose
+from vidax.nn import Spec, parameter_bytes
+from vidax.ops.attention import describe as describe_attention
+from vidax.parallel import mesh as meshes
+from vidax.parallel.mesh import MeshShape
+from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
 
 DTYPES = ("bfloat16", "float32")
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -101,14 +107,37 @@ class Result:
 class Engine:
     """A model ready to generate. Weights are loaded phase by phase, when jobs run."""
 
-    def __init__(self, card: Card, model: Model, *, dtype: str = "bfloat16"):
+    def __init__(
+        self,
+        card: Card,
+        model: Model,
+        *,
+        dtype: str = "bfloat16",
+        mesh: Mesh | MeshShape | str = "auto",
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        """Arguments as in `load`."""
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         self.card, self.model, self.dtype = card, model, dtype
+        self.mesh_origin = "auto" if mesh == "auto" else "given"
+        if mesh == "auto":
+            devices = meshes.default_devices() if devices is None else devices
+            mesh = meshes.choose(len(devices), model.dit.heads, 2 if card.guidance_scale > 1 else 1)
+        elif isinstance(mesh, str):
+            mesh = meshes.parse(mesh)
+        self.mesh = meshes.make(mesh, devices) if isinstance(mesh, MeshShape) else mesh
 
     def request(self, prompt: str, **fields: Any) -> Request:
         """What would be generated: the fields of `vidax.engine.request.resolve`, the rest from the card."""
-        return resolve(self.card, self.model, prompt, **fields)
+        request = resolve(self.card, self.model, prompt, **fields)
+        if (data := self.mesh.shape["data"]) > request.branches:
+            branches = "in the two branches of guidance" if request.guided else "without guidance in one branch"
+            raise UserError(
+                f"mesh {meshes.shape_of(self.mesh)} ({self.mesh_origin}): data={data}, but a video is denoised by "
+                f"itself, {branches}; give a mesh with data={request.branches}, and the other devices to seq"
+            )
+        return request
 
     def generate(
         self, prompt: str, *, frames_dtype: str = "float32", progress: Progress | None = None, **fields: Any
@@ -147,7 +176,8 @@ class Engine:
         prompts = list(dict.fromkeys(prompt for job in jobs for prompt in job.request.prompts))
         texts: dict[str, np.ndarray] = {}
         with phase("encode text", len(prompts), timings, progress) as advance:
-            for prompt, text in zip(prompts, self.model.encode_text(encoder, prompts), strict=True):
+            encoded = self.on_mesh(self.model.encode_text(encoder, prompts))
+            for prompt, text in zip(prompts, encoded, strict=True):
                 texts[prompt] = text.embeddings
                 if text.truncated:
                     warn_of_cut(prompt, len(text.embeddings), works, progress)
@@ -188,7 +218,8 @@ class Engine:
         noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(0, 2, 3, 4, 1)  # drawn channels first
         text = np.stack([texts[prompt] for prompt in request.prompts])
         guidance_scale = request.guidance_scale if request.guided else None
-        return np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
+        with jax.set_mesh(self.mesh):
+            return np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
 
     def decode(self, vae: Any, work: "Work", on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
         """A job's frames [f H W 3]; its record is complete at the end."""
@@ -197,21 +228,37 @@ class Engine:
         assert work.latents is not None
         done = 0
         with work.timed("decode"):
-            for frames in self.model.decode(vae, work.latents, work.job.frames_dtype):
+            for frames in self.on_mesh(self.model.decode(vae, work.latents, work.job.frames_dtype)):
                 yield frames[0]
                 done += frames.shape[1]
                 on_frames(done)
 
     def load(self, name: str, part: Part, timings: dict[str, float], progress: Progress) -> Any:
-        """A part's weights on the device. Nothing here keeps them: they are gone when the caller lets go."""
+        """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go."""
+
+        def place(spec: Spec) -> jax.sharding.Sharding:
+            return sharding(self.mesh, spec.axes, spec.shape)
+
         with phase(f"load {name}", parameter_bytes(part.spec), timings, progress) as advance:
-            return load_weights(part.spec, part.checkpoint, part.mapping, progress=lambda done, _: advance(done))
+            return load_weights(
+                part.spec, part.checkpoint, part.mapping, sharding=place, progress=lambda done, _: advance(done)
+            )
+
+    def on_mesh(self, items: Iterator[T]) -> Iterator[T]:
+        """The same items, each made with the mesh in force, which it is not while their user works with them."""
+        while True:
+            with jax.set_mesh(self.mesh):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
     def describe(self, request: Request) -> dict[str, Any]:
         """Everything needed to make the same video again, and what it was made with."""
         length, heads, size = self.model.attention_shape(request.width, request.height, request.frames)
-        shape = (2 if request.guided else 1, length, heads, size)
-        attention = choose(shape, shape)
+        with jax.set_mesh(self.mesh):
+            attention = describe_attention((request.branches, length, heads, size), jnp.dtype(self.dtype))
+        device = self.mesh.devices.flat[0]
         return {
             "model": self.card.name,
             "weights": self.model.files,
@@ -219,8 +266,9 @@ class Engine:
             **request.settings(),
             "origins": request.origins,
             "warnings": untrained(self.card, request),
-            "attention": f"{attention.name} ({attention.reason})",
-            "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
+            "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
+            "attention": attention,
+            "device": f"{device.device_kind} ({device.platform})",
             "versions": {"vidax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         }
 
@@ -290,6 +338,8 @@ def load(
     text_encoder: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike | None = None,
     dtype: str = "bfloat16",
+    mesh: Mesh | MeshShape | str = "auto",
+    devices: Sequence[jax.Device] | None = None,
 ) -> Engine:
     """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
@@ -297,10 +347,12 @@ def load(
         nothing is given.
     transformer, vae, text_encoder, tokenizer: files or folders that take the place of the model's own.
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
+    mesh: how devices share the work, as in "data=2,seq=4" (`vidax.parallel.mesh`), or "auto".
+    devices: those to use; every accelerator if None, and for "auto" one CPU device where there is none.
     """
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
-    return Engine(card, opened, dtype=dtype)
+    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices)
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

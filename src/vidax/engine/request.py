@@ -38,6 +38,11 @@ class Request:
         return self.guidance_scale > 1
 
     @property
+    def branches(self) -> int:
+        """How many samples one denoising step computes."""
+        return 2 if self.guided else 1
+
+    @property
     def prompts(self) -> tuple[str, ...]:
         """The texts to encode, in the order of the branches."""
         return (self.prompt, self.negative_prompt) if self.guided else (self.prompt,)

@@ -17,6 +17,7 @@ from einops import rearrange
 
 from vidax.nn import Embedding, Linear, RMSNorm, Spec, fan_in, module, stack, static
 from vidax.ops.attention import attention
+from vidax.parallel.rules import everywhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,10 @@ class SelfAttention:
     @staticmethod
     def spec(c: T5Config, dtype):
         inner = c.heads * c.head_size
-        q, k, v = (Linear.spec(c.dim, inner, ("embed", "heads"), dtype, bias=False) for _ in range(3))
-        o = Linear.spec(inner, c.dim, ("heads", "embed"), dtype, bias=False)
-        table = Spec((c.buckets, c.heads), (None, "heads"), jnp.float32, fan_in(c.dim))
+        heads = ("tower", c.heads)
+        q, k, v = (Linear.spec(c.dim, inner, (None, heads), dtype, bias=False) for _ in range(3))
+        o = Linear.spec(inner, c.dim, (heads, None), dtype, bias=False)
+        table = Spec((c.buckets, c.heads), (None, heads), jnp.float32, fan_in(c.dim))
         return SelfAttention(q, k, v, o, table, c.heads)
 
     def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
@@ -59,7 +61,7 @@ class SelfAttention:
             for project in (self.q, self.k, self.v)
         ]
         bias = rearrange(self.relative_attention_bias[buckets], "l s n -> n l s")
-        out = attention(*heads, kv_lengths=lengths, bias=bias, scale=1.0)
+        out = attention(*heads, kv_lengths=lengths, bias=bias, scale=1.0, split="heads")
         return self.o(rearrange(out, "b s n k -> b s (n k)"))
 
 
@@ -71,8 +73,8 @@ class GatedMLP:
 
     @staticmethod
     def spec(c: T5Config, dtype):
-        gate, up = (Linear.spec(c.dim, c.mlp_dim, ("embed", "mlp"), dtype, bias=False) for _ in range(2))
-        return GatedMLP(gate, up, Linear.spec(c.mlp_dim, c.dim, ("mlp", "embed"), dtype, bias=False))
+        gate, up = (Linear.spec(c.dim, c.mlp_dim, (None, "tower"), dtype, bias=False) for _ in range(2))
+        return GatedMLP(gate, up, Linear.spec(c.mlp_dim, c.dim, ("tower", None), dtype, bias=False))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = jax.nn.gelu(self.gate(x), approximate=True) * self.up(x)
@@ -92,8 +94,8 @@ class Block:
         return Block(norm1, SelfAttention.spec(c, dtype), norm2, GatedMLP.spec(c, dtype))
 
     def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x), lengths, buckets)
-        return x + self.mlp(self.norm2(x))
+        x = everywhere(x + self.attention(self.norm1(x), lengths, buckets))
+        return everywhere(x + self.mlp(self.norm2(x)))
 
 
 @module
@@ -113,7 +115,7 @@ class T5Encoder:
 
     def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
         """Token ids [B S], of which lengths [B] are real, to embeddings [B S D] float32, zero past the real ones."""
-        x = self.token_embedding(ids)
+        x = everywhere(self.token_embedding(ids))
         buckets = jnp.asarray(relative_buckets(ids.shape[1], self.config.buckets, self.config.max_distance))
         x, _ = jax.lax.scan(lambda x, block: (block(x, lengths, buckets), None), x, self.blocks)
         real = jnp.arange(ids.shape[1]) < lengths[:, None]

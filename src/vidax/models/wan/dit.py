@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, module, stack, standardize, static
+from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, gathered, module, stack, standardize, static
 from vidax.ops.attention import attention
 from vidax.ops.rope import grid_table, rotate
+from vidax.parallel.rules import Axis, constrain, everywhere, parts
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -62,10 +63,10 @@ class MLP:
         d_out: int,
         dtype,
         activation: str,
-        axes: tuple[str | None, str | None] = ("embed", "mlp"),
+        axes: tuple[Axis, Axis] = ("embed", "mlp"),
     ):
         fc1 = Linear.spec(d_in, hidden, axes, dtype)
-        return MLP(fc1, Linear.spec(hidden, d_out, (axes[1], "embed"), dtype), activation)
+        return MLP(fc1, Linear.spec(hidden, d_out, axes[::-1], dtype), activation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = self.fc1(x)
@@ -85,23 +86,30 @@ class Attention:
 
     @staticmethod
     def spec(c: DiTConfig, dtype):
+        heads = ("heads", c.heads)
+
         def project():
-            return Linear.spec(c.dim, c.dim, ("embed", "heads"), dtype)
+            return Linear.spec(c.dim, c.dim, ("embed", heads), dtype)
 
         def norm():
-            return RMSNorm.spec(c.dim, c.eps, "heads")
+            return RMSNorm.spec(c.dim, c.eps, heads)
 
-        o = Linear.spec(c.dim, c.dim, ("heads", "embed"), dtype)
+        o = Linear.spec(c.dim, c.dim, (heads, "embed"), dtype)
         return Attention(project(), project(), project(), o, norm(), norm(), c.heads)
 
-    def __call__(self, x: jax.Array, context: jax.Array, rope: Rope | None = None) -> jax.Array:
-        """x [B L D] attends to context [B S D]; positions only where a `rope` table is given."""
+    def __call__(
+        self, x: jax.Array, context: jax.Array, rope: Rope | None = None, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """x [B L D] attends to context [B S D]. Self-attention has a `rope` table, and may have lengths [B], at and
+        beyond which tokens are not seen.
+        """
         split = lambda t: rearrange(t, "b l (n k) -> b l n k", n=self.heads)  # noqa: E731
         q, k, v = split(self.norm_q(self.q(x))), split(self.norm_k(self.k(context))), split(self.v(context))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dtype = self.q.weight.dtype
-        out = attention(q.astype(dtype), k.astype(dtype), v.astype(dtype))
+        q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
+        out = attention(q, k, v, kv_lengths=lengths, split="queries" if rope is None else "tokens")
         return self.o(rearrange(out, "b l n k -> b l (n k)"))
 
 
@@ -117,7 +125,7 @@ class Block:
     @staticmethod
     def spec(c: DiTConfig, dtype):
         return Block(
-            modulation=Spec((1, 6, c.dim), (None, None, "embed"), jnp.float32, fan_in(c.dim)),
+            modulation=Spec((1, 6, c.dim), (None, None, None), jnp.float32, fan_in(c.dim)),
             self_attn=Attention.spec(c, dtype),
             norm3=LayerNorm.spec(c.dim, c.eps),
             cross_attn=Attention.spec(c, dtype),
@@ -125,15 +133,19 @@ class Block:
             eps=c.eps,
         )
 
-    def __call__(self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope) -> jax.Array:
-        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]."""
+    def __call__(
+        self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope, lengths: jax.Array | None
+    ) -> jax.Array:
+        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]; of the tokens of x,
+        lengths [B] are real.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(self.modulation + modulation, 6, axis=1)
         dtype = self.self_attn.q.weight.dtype
         h = (standardize(x, self.eps) * (1 + scale1) + shift1).astype(dtype)
-        x = x + self.self_attn(h, h, rope) * gate1
-        x = x + self.cross_attn(self.norm3(x).astype(dtype), context)
+        x = residual(x + self.self_attn(h, h, rope, lengths) * gate1)
+        x = residual(x + self.cross_attn(self.norm3(x).astype(dtype), context))
         h = (standardize(x, self.eps) * (1 + scale2) + shift2).astype(dtype)
-        return x + self.ffn(h) * gate2
+        return residual(x + self.ffn(h) * gate2)
 
 
 @module
@@ -145,8 +157,8 @@ class Head:
     @staticmethod
     def spec(c: DiTConfig):
         return Head(
-            modulation=Spec((1, 2, c.dim), (None, None, "embed"), jnp.float32, fan_in(c.dim)),
-            head=Linear.spec(c.dim, math.prod(c.patch) * c.out_channels, ("embed", None), jnp.float32),
+            modulation=Spec((1, 2, c.dim), (None, None, None), jnp.float32, fan_in(c.dim)),
+            head=Linear.spec(c.dim, math.prod(c.patch) * c.out_channels, (None, None), jnp.float32),
             eps=c.eps,
         )
 
@@ -169,12 +181,10 @@ class DiT:
     def spec(c: DiTConfig, dtype=jnp.bfloat16):
         """Parameter descriptions; `dtype` is that of the large matrices, the rest is float32."""
         return DiT(
-            patch_embedding=Linear.spec(
-                math.prod(c.patch) * c.in_channels, c.dim, (None, "embed"), dtype, kernel=c.patch
-            ),
-            text_embedding=MLP.spec(c.text_dim, c.dim, c.dim, dtype, "gelu_tanh", (None, None)),
-            time_embedding=MLP.spec(c.frequency_dim, c.dim, c.dim, jnp.float32, "silu", (None, None)),
-            time_projection=Linear.spec(c.dim, 6 * c.dim, (None, "embed"), jnp.float32),
+            patch_embedding=Linear.spec(math.prod(c.patch) * c.in_channels, c.dim, (None, None), dtype, kernel=c.patch),
+            text_embedding=MLP.spec(c.text_dim, c.dim, c.dim, dtype, "gelu_tanh", (None, "spread")),
+            time_embedding=MLP.spec(c.frequency_dim, c.dim, c.dim, jnp.float32, "silu", (None, "spread")),
+            time_projection=Linear.spec(c.dim, 6 * c.dim, (None, "spread"), jnp.float32),
             blocks=stack(Block.spec(c, dtype), c.layers),
             head=Head.spec(c),
             config=c,
@@ -182,23 +192,28 @@ class DiT:
 
     def prepare(self, text: jax.Array) -> jax.Array:
         """Text embeddings [B S text_dim] to context [B S D]: the same at every step of a sampling run."""
-        return self.text_embedding(text).astype(self.text_embedding.fc2.weight.dtype)
+        return constrain(self.text_embedding(text).astype(self.text_embedding.fc2.weight.dtype), "batch", None, None)
 
     def embed(self, latents: jax.Array, timesteps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, Rope]:
         """Latents [B F H W C] and timesteps [B] in 0..1000 to tokens [B L D], time [B D], modulation [B 6 D] and the
-        rope table.
+        rope table. Zeros are added to the tokens where devices would not get the same number of them.
         """
         c = self.config
         pt, ph, pw = c.patch
         patches = rearrange(latents, "b (f pt) (h ph) (w pw) c -> b f h w (c pt ph pw)", pt=pt, ph=ph, pw=pw)
-        x = rearrange(self.patch_embedding(patches), "b f h w d -> b (f h w) d")
-        time = self.time_embedding(sinusoid(timesteps, c.frequency_dim))
-        modulation = rearrange(self.time_projection(jax.nn.silu(time)), "b (six d) -> b six d", six=6)
-        return x, time, modulation, grid_table(patches.shape[1:4], c.rope_channels)
+        tokens = rearrange(patches, "b f h w c -> b (f h w) c")
+        cos, sin = grid_table(patches.shape[1:4], c.rope_channels)
+        padding = -tokens.shape[1] % parts("tokens")
+        tokens = constrain(jnp.pad(tokens, ((0, 0), (0, padding), (0, 0))), "batch", "tokens", None)
+        cos, sin = (constrain(jnp.pad(table, ((0, padding), (0, 0))), "tokens", None) for table in (cos, sin))
+        time = constrain(self.time_embedding(sinusoid(timesteps, c.frequency_dim)), "batch", None)
+        modulation = constrain(self.time_projection(jax.nn.silu(time)), "batch", None)
+        return self.patch_embedding(tokens), time, rearrange(modulation, "b (six d) -> b six d", six=6), (cos, sin)
 
     def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
-        """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C]."""
+        """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C], whole on every device."""
         (f, h, w), (pt, ph, pw) = grid, self.config.patch
+        patches = everywhere(patches)[:, : math.prod(grid)]
         return rearrange(
             patches, "b (f h w) (pt ph pw c) -> b (f pt) (h ph) (w pw) c", f=f, h=h, w=w, pt=pt, ph=ph, pw=pw
         )
@@ -206,9 +221,21 @@ class DiT:
     def __call__(self, latents: jax.Array, timesteps: jax.Array, context: jax.Array) -> jax.Array:
         """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`."""
         x, time, modulation, rope = self.embed(latents, timesteps)
-        x, _ = jax.lax.scan(lambda x, block: (block(x, modulation, context, rope), None), x, self.blocks)
         grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
+        padded = x.shape[1] > math.prod(grid)
+        lengths = jnp.full(x.shape[:1], math.prod(grid), jnp.int32) if padded else None
+        layer = Block.spec(self.config, None)
+
+        def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
+            return gathered(layer, block)(x, modulation, context, rope, lengths), None
+
+        x, _ = jax.lax.scan(step, residual(x), self.blocks)
         return self.decode(self.head(x, time), grid)
+
+
+def residual(x: jax.Array) -> jax.Array:
+    """Tokens [B L D] as they lie between the layers."""
+    return constrain(x, "batch", "tokens", None)
 
 
 def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:

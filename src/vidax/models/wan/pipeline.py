@@ -23,6 +23,7 @@ from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
 from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.layouts import WAN21
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
+from vidax.parallel.rules import everywhere, whole
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
 from vidax.weights import Component
@@ -125,8 +126,8 @@ class WanModel:
                 f"{self.text.vocabulary}; take both from one model"
             )
         for row, truncated in enumerate(tokens.truncated):
-            embeddings = encode(encoder, tokens.ids[row : row + 1], tokens.lengths[row : row + 1])
-            yield Text(np.array(embeddings[0]), truncated)
+            embeddings = encode(encoder, whole(tokens.ids[row : row + 1]), whole(tokens.lengths[row : row + 1]))
+            yield Text(np.array(embeddings)[0], truncated)
 
     def denoise(
         self,
@@ -137,12 +138,13 @@ class WanModel:
         guidance_scale: float | None,
         on_step: Callable[[int], None],
     ) -> jax.Array:
-        context = prepare(transformer, text)
-        scale = None if guidance_scale is None else jnp.float32(guidance_scale)
-        # Committed like the weights: otherwise the first step would compile a program of its own.
-        state = jax.device_put(initial_state(table, noise), context.sharding)
+        table = whole(table)
+        context = prepare(transformer, whole(text))
+        scale = None if guidance_scale is None else whole(np.float32(guidance_scale))
+        # Placed like a step's result: otherwise the first step would compile a program of its own.
+        state = start(table, whole(noise))
         for i in range(table.steps):
-            state = denoise_step(transformer, table, jnp.int32(i), state, context, scale)
+            state = denoise_step(transformer, table, whole(np.int32(i)), state, context, scale)
             state.sample.block_until_ready()
             on_step(i + 1)
         return state.sample
@@ -150,7 +152,7 @@ class WanModel:
     def decode(self, decoder: VAE, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
         cache = None
         for i in range(latents.shape[1]):
-            frames, cache = decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, dtype)
+            frames, cache = decode_chunk(decoder.decoder, whole(latents[:, i : i + 1]), cache, dtype)
             yield np.asarray(frames)
 
 
@@ -180,12 +182,17 @@ def check_parts(model: WanModel) -> None:
 
 @jax.jit
 def encode(encoder: T5Encoder, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    return encoder(ids, lengths)
+    return everywhere(encoder(ids, lengths))
 
 
 @jax.jit
 def prepare(dit: DiT, text: jax.Array) -> jax.Array:
     return dit.prepare(text)
+
+
+@jax.jit
+def start(table: SolverTable, noise: jax.Array) -> SolverState:
+    return jax.tree.map(everywhere, initial_state(table, noise))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -196,13 +203,12 @@ def denoise_step(
     row = table.row(index)
     latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
     velocity = dit(latents, jnp.full(latents.shape[0], row.timestep), context)
-    return step(row, state, velocity if scale is None else guide(velocity, scale))
+    return jax.tree.map(everywhere, step(row, state, velocity if scale is None else guide(velocity, scale)))
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
 def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -> tuple[jax.Array, Any]:
     """One chunk of latent frames to frames as `WanModel.decode` gives them, and the cache for the next chunk."""
     frames, cache = decoder(latents, cache)
-    if dtype == "uint8":
-        return jnp.round((frames + 1) * 127.5).astype(jnp.uint8), cache
-    return frames / 2 + 0.5, cache
+    frames = jnp.round((frames + 1) * 127.5).astype(jnp.uint8) if dtype == "uint8" else frames / 2 + 0.5
+    return everywhere(frames), cache

@@ -21,6 +21,7 @@ from einops import rearrange, repeat
 from vidax.nn import Linear, Spec, fan_in, module, ones, static, zeros
 from vidax.ops.attention import attention
 from vidax.ops.conv import conv3d
+from vidax.parallel.rules import constrain
 
 Cache = Any  # a pytree of past frames; None before the first chunk
 
@@ -142,7 +143,7 @@ class AttentionBlock:
     def __call__(self, x: jax.Array) -> jax.Array:
         b, f, h, w, _ = x.shape
         qkv = rearrange(self.to_qkv(self.norm(x)), "b f h w (three c) -> three (b f) (h w) 1 c", three=3)
-        out = rearrange(attention(*qkv), "(b f) (h w) 1 c -> b f h w c", b=b, f=f, h=h, w=w)
+        out = rearrange(attention(*qkv, split="pixels"), "(b f) (h w) 1 c -> b f h w c", b=b, f=f, h=h, w=w)
         return x + self.proj(out)
 
 
@@ -211,9 +212,15 @@ def _chain(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
     """Run layers of the form (x, cache) -> (x, cache) one after the other."""
     after = []
     for layer, cache in zip(layers, caches or (None,) * len(layers), strict=True):
-        x, cache = layer(x, cache)
-        after.append(cache)
-    return x, tuple(after)
+        x, cache = layer(in_strips(x), cache)
+        after.append(jax.tree.map(in_strips, cache))
+    return in_strips(x), tuple(after)
+
+
+def in_strips(x: jax.Array) -> jax.Array:
+    """Frames [B F H W C] cut along their longer side, a strip for each device: the same side at every resolution."""
+    height, width = x.shape[2:4]
+    return constrain(x, None, None, *(("space", None) if height > width else (None, "space")), None)
 
 
 @module
