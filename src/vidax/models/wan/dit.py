@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, gathered, module, stack, standardize, static
-from vidax.ops.attention import attention
+from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import grid_table, rotate
 from vidax.parallel.rules import Axis, constrain, everywhere, parts
 
@@ -71,7 +71,8 @@ class MLP:
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = self.fc1(x)
         hidden = jax.nn.gelu(hidden, approximate=True) if self.activation == "gelu_tanh" else jax.nn.silu(hidden)
-        return self.fc2(hidden.astype(self.fc2.weight.dtype))
+        # Without the barrier XLA keeps it in float32 on v6e and computes the activation again for each tile of fc2.
+        return self.fc2(jax.lax.optimization_barrier(hidden.astype(self.fc2.weight.dtype)))
 
 
 @module
@@ -203,7 +204,7 @@ class DiT:
         patches = rearrange(latents, "b (f pt) (h ph) (w pw) c -> b f h w (c pt ph pw)", pt=pt, ph=ph, pw=pw)
         tokens = rearrange(patches, "b f h w c -> b (f h w) c")
         cos, sin = grid_table(patches.shape[1:4], c.rope_channels)
-        padding = -tokens.shape[1] % parts("tokens")
+        padding = -tokens.shape[1] % (parts("tokens") * token_step(tokens.shape[1]))
         tokens = constrain(jnp.pad(tokens, ((0, 0), (0, padding), (0, 0))), "batch", "tokens", None)
         cos, sin = (constrain(jnp.pad(table, ((0, padding), (0, 0))), "tokens", None) for table in (cos, sin))
         time = constrain(self.time_embedding(sinusoid(timesteps, c.frequency_dim)), "batch", None)

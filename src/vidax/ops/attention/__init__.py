@@ -8,13 +8,16 @@ has, in the package's only `shard_map`.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from vidax.ops.attention import pallas_tpu as pallas
 from vidax.ops.attention.chunked import chunked
 from vidax.ops.attention.cudnn import cudnn
 from vidax.ops.attention.placement import Split, parts, place
@@ -22,7 +25,14 @@ from vidax.ops.attention.reference import reference
 from vidax.parallel.mesh import AXES
 from vidax.parallel.rules import constrain_to, in_force, kind_in_force
 
-IMPLEMENTATIONS = {"cudnn": cudnn, "chunked": chunked, "reference": reference}
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "pallas_tpu": pallas.pallas_tpu,
+    "cudnn": cudnn,
+    "chunked": chunked,
+    "reference": reference,
+}
+
+STANDARD = ((0, 1, 2, 3),) * 3  # of q, k and v: [B L N K]
 
 # The largest float32 score matrix that `reference` may make unasked; beyond it the chunked form is as fast and stays
 # small.
@@ -59,19 +69,28 @@ def choose(
         return Choice(name="reference", reason=f"scores take {score_bytes / 1e6:.1f} MB")
     why = f"scores would take {score_bytes / 1e9:.2f} GB at once"
     platform, _ = kind_in_force()
+    if platform == "tpu" and dtype == jnp.bfloat16:
+        return Choice(name="pallas_tpu", reason=why)
     if platform in ("gpu", "cuda") and dtype in HALF and size <= CUDNN_HEAD_SIZE and not segments:
         return Choice(name="cudnn", reason=why)
     return Choice(name="chunked", reason=why)
+
+
+def local_shape(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """What one device has of an array; of a length that does not divide, the most that one has."""
+    return tuple(-(-size // parts(axes, sizes)) for size, axes in zip(shape, spec, strict=True))
+
+
+def token_step(tokens: int) -> int:
+    """Of how many tokens each device should have a multiple, so that what devices exchange are whole tiles."""
+    return 128 if kind_in_force()[0] == "tpu" and tokens >= 8192 else 1
 
 
 def describe(shape: tuple[int, int, int, int], dtype: Any) -> str:
     """What self-attention of [B L N K] does on the mesh in force, in words."""
     placement, sizes = place("tokens", *shape[:3]), in_force()
 
-    def local(spec: P) -> tuple[int, ...]:
-        return tuple(-(-size // parts(axes, sizes)) for size, axes in zip(shape, spec, strict=True))
-
-    choice = choose(local(placement.queries), local(placement.keys), dtype)
+    choice = choose(local_shape(shape, placement.queries, sizes), local_shape(shape, placement.keys, sizes), dtype)
     return f"{choice.name} ({choice.reason})" + (f"; {placement.words}" if placement.words else "")
 
 
@@ -104,32 +123,42 @@ def attention(
     placement = place(split, *q.shape[:3])
     given = {"kv_lengths": kv_lengths, "segments": segments, "bias": bias}
     given = {name: value for name, value in given.items() if value is not None}
+    if impl is None:
+        sizes = in_force()
+        shapes = local_shape(q.shape, placement.queries, sizes), local_shape(k.shape, placement.keys, sizes)
+        impl = choose(*shapes, v.dtype, biased=bias is not None, segments=segments is not None).name
+    if bias is not None and impl != "reference":
+        raise ValueError(f"{impl} attention takes no additive bias; use impl='reference'")
+    # The kernel's own layouts come first: then whoever makes q, k and v writes them so, and what devices exchange are
+    # whole tiles.
+    run: Callable[..., jax.Array] = functools.partial(IMPLEMENTATIONS[impl], scale=scale)
+    orders = STANDARD
+    if impl == "pallas_tpu":
+        orders, run = pallas.ORDERS, functools.partial(pallas.attend, chip=kind_in_force()[1])
+        q = pallas.scaled(q, scale, k.dtype)
+    q, k, v = (x.transpose(order) for x, order in zip((q, k, v), orders, strict=True))
 
-    def attend(q, k, v, given):
-        name = impl or choose(q.shape, k.shape, v.dtype, biased="bias" in given, segments="segments" in given).name
-        if "bias" in given and name != "reference":
-            raise ValueError(f"{name} attention takes no additive bias; use impl='reference'")
-        return IMPLEMENTATIONS[name](q, k, v, scale=scale, **given)
-
-    if all(size == 1 for size in in_force().values()):
-        return attend(q, k, v, given)
-
-    batch, tokens, heads, _ = placement.queries
-    keys = placement.keys[1]
-    specs = {"kv_lengths": P(batch), "segments": (P(batch, tokens), P(batch, keys)), "bias": P(heads, tokens, keys)}
-    outside = placement.outside
-    if split == "tokens":
-        k, v = constrain_to(k, outside), constrain_to(v, outside)
-    q, k, v = (
-        constrain_to(constrain_to(q, outside), placement.queries),
-        constrain_to(k, placement.keys),
-        constrain_to(v, placement.keys),
-    )
-    out = jax.shard_map(
-        attend,
-        in_specs=(placement.queries, placement.keys, placement.keys, {name: specs[name] for name in given}),
-        out_specs=placement.queries,
-        axis_names=set(AXES),
-        check_vma=False,
-    )(q, k, v, given)
-    return constrain_to(constrain_to(out, placement.queries), outside)
+    if any(size > 1 for size in in_force().values()):
+        queries, keys = placement.queries, placement.keys
+        in_specs = [P(*(spec[i] for i in order)) for spec, order in zip((queries, keys, keys), orders, strict=True)]
+        outside = [P(*(placement.outside[i] for i in order)) for order in orders]
+        before = outside if split == "tokens" else [outside[0], *in_specs[1:]]
+        q, k, v = (
+            constrain_to(constrain_to(x, come), go) for x, come, go in zip((q, k, v), before, in_specs, strict=True)
+        )
+        specs = {
+            "kv_lengths": P(queries[0]),
+            "segments": (P(queries[0], queries[1]), P(queries[0], keys[1])),
+            "bias": P(queries[2], queries[1], keys[1]),
+        }
+        out = jax.shard_map(
+            lambda q, k, v, given: run(q, k, v, **given),
+            in_specs=(*in_specs, {name: specs[name] for name in given}),
+            out_specs=in_specs[0],
+            axis_names=set(AXES),
+            check_vma=False,
+        )(q, k, v, given)
+        out = constrain_to(constrain_to(out, in_specs[0]), outside[0])
+    else:
+        out = run(q, k, v, **given)
+    return out.transpose([orders[0].index(i) for i in range(4)])

@@ -36,6 +36,7 @@ MIB = 1 << 20
 # What the kernel may take of a core's VMEM, which is 16 MiB on v4 and 64 or 128 on the others.
 VMEM_LIMIT_BYTES = {"TPU v4": 14 * MIB, "TPU v5 lite": 48 * MIB, "TPU v5": 48 * MIB, "TPU v6 lite": 48 * MIB}
 VMEM_LIMIT_BYTES |= {"TPU7x": 48 * MIB}
+ORDERS = (0, 2, 3, 1), (0, 2, 1, 3), (0, 2, 3, 1)  # of q (and the result), k and v in `attend`, from [B L N K]
 KERNELS = ("bounded", "running")
 
 
@@ -44,26 +45,40 @@ def pallas_tpu(
     k: jax.Array,
     v: jax.Array,
     *,
+    scale: float,
+    **options,
+) -> jax.Array:
+    """See `vidax.ops.attention.attention`, on one device: q [B L N K]; k, v [B S N K], bfloat16 or float32. q is scaled
+    in float32 and rounded once to k's dtype. Options as in `attend`. Returns v's dtype.
+    """
+    q = scaled(q, scale, k.dtype).transpose(0, 2, 3, 1)
+    out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 3, 1), **options)
+    return out.transpose(0, 3, 1, 2)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
     kv_lengths: jax.Array | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
-    scale: float,
     kernel: str | None = None,
     tiles: Tiles | tuple[int, ...] | None = None,
     chip: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `vidax.ops.attention.attention`. Arrays of one device: a caller with a mesh wraps it in shard_map.
+    """Attention in the kernel's layouts: q [B N K L] that is `scaled`, k [B N S K], v [B N K S]; [B N K L] returned.
 
-    q [B L N K]; k, v [B S N K], bfloat16 or float32. q is scaled in float32 and rounded once to k's dtype.
     segments: (query segments [B L], key segments [B S]), int32: a query sees the keys of its own segment, of which
-    there must be one. A row's sum and output are float32; returns v's dtype.
+    there must be one. A row's sum and output are float32.
     kernel: "bounded" or "running"; None for "bounded". tiles: in the order of `Tiles`; None: as tiles.json says for
     `chip`, a device kind, by default the first device's.
     """
     if kernel not in (None, *KERNELS):
         raise ValueError(f"no TPU attention kernel is called {kernel!r}; there are 'bounded' and 'running'")
-    batch, length, heads, size = q.shape
-    keys = k.shape[1]
+    batch, heads, size, length = q.shape
+    keys = k.shape[2]
     chip = jax.devices()[0].device_kind if chip is None else chip
     if tiles is None:
         tiles, note = choose_tiles(chip, size, length, keys)
@@ -73,7 +88,6 @@ def pallas_tpu(
     tiles = fit(tiles, length, keys, k.dtype.itemsize)
 
     lengths = jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys)
-    q = scaled(q, scale, k.dtype)
     if kernel == "running" or segments is not None:
         running = jnp.ones((batch, heads), jnp.int32)
         shift = jnp.full((batch, heads, length), MASKED, jnp.float32)
@@ -83,11 +97,10 @@ def pallas_tpu(
         running = guarded.astype(jnp.int32)
         shift = jnp.where(guarded[..., None], MASKED, centre + gap / 2)
 
-    def laid_out(x, order, queries_axis, step):
-        x = jnp.transpose(x, order)
+    def laid_out(x, tokens_axis, step):
         widths = [(0, 0)] * 4
-        widths[queries_axis] = (0, -x.shape[queries_axis] % step)
-        widths[5 - queries_axis] = (0, -size % HEAD_SIZE_STEP)
+        widths[tokens_axis] = (0, -x.shape[tokens_axis] % step)
+        widths[5 - tokens_axis] = (0, -size % HEAD_SIZE_STEP)
         x = jnp.pad(x, widths)
         return x.reshape(batch * heads, *x.shape[2:])
 
@@ -98,9 +111,9 @@ def pallas_tpu(
         key_segments = jnp.pad(key_segments, ((0, 0), (0, -keys % tiles.keys)))[:, :, None]
         segments = query_segments, key_segments
     out = transposed_attention(
-        laid_out(q, (0, 2, 3, 1), 3, tiles.queries),
-        laid_out(k, (0, 2, 1, 3), 2, tiles.keys),
-        laid_out(v, (0, 2, 3, 1), 3, tiles.keys),
+        laid_out(q, 3, tiles.queries),
+        laid_out(k, 2, tiles.keys),
+        laid_out(v, 3, tiles.keys),
         shift,
         running.reshape(-1),
         lengths.astype(jnp.int32),
@@ -110,8 +123,7 @@ def pallas_tpu(
         vmem_limit_bytes=VMEM_LIMIT_BYTES.get(chip, min(VMEM_LIMIT_BYTES.values())),
         interpret=interpret,
     )
-    out = out.reshape(batch, heads, *out.shape[1:])[:, :, :size, :length]
-    return out.transpose(0, 3, 1, 2)
+    return out.reshape(batch, heads, *out.shape[1:])[:, :, :size, :length]
 
 
 def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
@@ -120,22 +132,23 @@ def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
 
 
 def bounds(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q.kbar and r, both [B N L] in float32, for scaled queries; keys beyond the lengths do not count."""
+    """q.kbar and r, both [B N L] in float32, for q and k of `attend`; keys beyond the lengths do not count."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # converted inside the passes below, not stored
-    valid = (jnp.arange(k.shape[1]) < lengths[:, None])[:, :, None, None]
-    mean = jnp.where(valid, k, 0).sum(1) / lengths[:, None, None].astype(jnp.float32)
-    distance = jnp.where(valid, k - mean[:, None], 0)
-    radius = jnp.sqrt(jnp.square(distance).sum(-1).max(1))
+    valid = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
+    mean = jnp.where(valid, k, 0).sum(2) / lengths[:, None, None].astype(jnp.float32)
+    distance = jnp.where(valid, k - mean[:, :, None], 0)
+    radius = jnp.sqrt(jnp.square(distance).sum(-1).max(-1))
     # Products and sums in float32 on the vector unit: a matrix unit would gain nothing on one column.
-    centre = (q * mean[:, None]).sum(-1)
-    gap = jnp.sqrt(jnp.square(q).sum(-1)) * radius[:, None]
-    return centre.transpose(0, 2, 1), gap.transpose(0, 2, 1)
+    centre = (q * mean[..., None]).sum(2)
+    gap = jnp.sqrt(jnp.square(q).sum(2)) * radius[..., None]
+    return centre, gap
 
 
 def guarded_heads(q, k, *, kv_lengths: jax.Array | None = None, scale: float) -> jax.Array:
     """Which heads, [B N], the "bounded" kernel gives a running maximum: those whose scores may span too much."""
     lengths = jnp.full((k.shape[0],), k.shape[1]) if kv_lengths is None else jnp.clip(kv_lengths, 1, k.shape[1])
-    return (bounds(scaled(q, scale, k.dtype), k, lengths)[1] > MAXIMUM_GAP).any(-1)
+    q, k = scaled(q, scale, k.dtype).transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3)
+    return (bounds(q, k, lengths)[1] > MAXIMUM_GAP).any(-1)
 
 
 @functools.cache
@@ -145,17 +158,22 @@ def _rows() -> list[dict]:
 
 
 def choose_tiles(chip: str, head_size: int, queries: int, keys: int) -> tuple[Tiles, str | None]:
-    """The measured tiles nearest to the case on this chip, and what a user should know about the choice, if anything."""
-    rows = [row for row in _rows() if row["chip"] == chip]
-    if not rows:
+    """The measured tiles nearest to the case on this chip, and what a user should know about them, if anything."""
+    row = nearest(chip, head_size, queries, keys)
+    if row is None:
         known = ", ".join(sorted({row["chip"] for row in _rows()}))
         return CONSERVATIVE, f"attention tiles are not tuned for {chip!r}, only for {known}; using conservative ones"
+    return Tiles(*row["tiles"]), None
+
+
+def nearest(chip: str, head_size: int, queries: int, keys: int) -> dict | None:
+    """The measured case nearest to this one on this chip; None for a chip that is not in the table."""
 
     def distance(row):
         pairs = (row["head_size"], head_size), (row["keys"], keys), (row["tokens"], queries)
         return [abs(math.log(a / b)) for a, b in pairs]
 
-    return Tiles(*min(rows, key=distance)["tiles"]), None
+    return min((row for row in _rows() if row["chip"] == chip), key=distance, default=None)
 
 
 def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
@@ -173,7 +191,19 @@ def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
 
 
 def _even(length: int, tile: int, inner: int) -> tuple[int, int]:
-    """The tile, at most as given, that covers the length in equal blocks of whole inner tiles; and the inner tile."""
+    """The tile, at most as given, that covers the length in equal blocks of whole inner tiles; and the inner tile.
+
+    A tile down to half the size is preferred if it divides the length: padding is a copy of the operand.
+    """
     inner = min(inner, -(-length // LANES) * LANES)
     blocks = -(-length // tile)
-    return -(-length // (blocks * inner)) * inner, inner
+    even = -(-length // (blocks * inner)) * inner
+    exact = (size for size in range(even, tile // 2 - 1, -inner) if length % size == 0)
+    return next(exact, even), inner
+
+
+def measured_cycles(chip: str, head_size: int, queries: int, keys: int) -> float:
+    """Cycles of a chip for one head and one batch row: the nearest measured row, scaled by queries x keys."""
+    row = nearest(chip, head_size, queries, keys)
+    assert row is not None, chip
+    return row["cycles"] * queries * keys / (row["tokens"] * row["keys"])
