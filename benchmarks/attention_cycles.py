@@ -148,6 +148,10 @@ class Kernel:
     all_blocks_run: bool = False
 
 
+class CompileError(Exception):
+    """The compiler refuses the case, for want of memory most often."""
+
+
 def padded(length: int, tile: int) -> int:
     return -(-length // tile) * tile
 
@@ -170,7 +174,7 @@ def build_flash(case: Case):
     return call, [(1, HEADS, length, case.head_size) for length in lengths]
 
 
-FLASH_TILES = [(512, 512, 512), (512, 1024, 512), (1024, 1024, 512), (1024, 1024, 1024), (2048, 2048, 1024)]
+FLASH_TILES = [(512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 1024)]
 
 
 def build_splash(case: Case):
@@ -187,9 +191,7 @@ def build_splash(case: Case):
 
 SPLASH_TILES = [
     (512, 512, 512),
-    (1024, 1024, 512),
     (1024, 1024, 1024),
-    (512, 2048, 1024),
     (1024, 2048, 1024),
     (2048, 2048, 512),
     (2048, 2048, 1024),
@@ -257,7 +259,7 @@ def worker(case: Case, folder: Path) -> None:
 
 
 def measure(case: Case) -> dict:
-    """The row of a case; raises MeterError with the reason where it does not compile or is not understood."""
+    """The row of a case; raises CompileError where it does not compile, MeterError where it is not understood."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -269,7 +271,8 @@ def measure(case: Case) -> dict:
         result = subprocess.run(words, env=environment, capture_output=True, text=True)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        raise MeterError((lines or result.stderr.splitlines() or ["the compiler died"])[-1][:300])
+        reason = (lines or result.stderr.splitlines() or ["the compiler died"])[-1][:300]
+        raise (MeterError if reason.startswith("llo_schedule.") else CompileError)(reason)
     return row_of(case, json.loads(result.stdout.splitlines()[-1])["cycles"])
 
 
@@ -297,22 +300,23 @@ def describe(case: Case) -> str:
     return f"{case.kernel} {tiles} on {case.chip}, {case.queries} x {case.keys}, head size {case.head_size}"
 
 
-def measured(cases: list[Case], note: Callable[[str], None]) -> list[dict]:
-    """Rows of the cases that compile, best first."""
+def measured(cases: list[Case], note: Callable[[str], None], failures: list[str]) -> list[dict]:
+    """Rows of the cases that compile, best first. Schedules that are not understood go to `failures`."""
     rows = []
     for case in cases:
         try:
             rows.append(measure(case))
             note(f"{describe(case)}: {rows[-1]['cycles']:,} cycles, {rows[-1]['share_of_bound']:.1%}")
-        except MeterError as error:
-            if "meter is wrong" in str(error):
-                raise
+        except CompileError as error:
             note(f"{describe(case)}: {error}")
+        except MeterError as error:
+            failures.append(f"{describe(case)}: {error}")
+            note(failures[-1])
     return sorted(rows, key=lambda row: row["cycles"])
 
 
 def best_rows(
-    chip: str, head_size: int, kernel: str, tokens: list[tuple[int, int]], tiles: list[Tiles], note
+    chip: str, head_size: int, kernel: str, tokens: list[tuple[int, int]], tiles: list[Tiles], note, failures: list[str]
 ) -> list[dict]:
     """The best row for each number of tokens, or every row where tiles are named."""
     rows: list[dict] = []
@@ -321,7 +325,7 @@ def best_rows(
     for queries, keys in tokens:
         case = Case(chip=chip, queries=queries, keys=keys, head_size=head_size, kernel=kernel, tiles=())
         candidates = tiles or finalists.get(queries == keys) or KERNELS[kernel].candidates(case)
-        found = measured([dataclasses.replace(case, tiles=t) for t in candidates], note)
+        found = measured([dataclasses.replace(case, tiles=t) for t in candidates], note, failures)
         finalists.setdefault(queries == keys, [tuple(row["tiles"]) for row in found[:FINALISTS]])
         rows += found if tiles else found[:1]
     return rows
@@ -385,15 +389,18 @@ def main() -> None:
         return
     tiles = [tuple(map(int, word.split(","))) for word in arguments.tiles or []]
     note = functools.partial(print, file=sys.stderr, flush=True)
-    rows = []
+    rows: list[dict] = []
+    failures: list[str] = []
     for chip, head_size, kernel in itertools.product(arguments.chips, arguments.head_sizes, arguments.kernels):
-        rows += best_rows(chip, head_size, kernel, arguments.tokens, tiles, note)
+        rows += best_rows(chip, head_size, kernel, arguments.tokens, tiles, note, failures)
         if arguments.write:
             write(rows)
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
         print_table(rows)
+    if failures:
+        sys.exit("The meter failed:\n" + "\n".join(failures))
 
 
 if __name__ == "__main__":
