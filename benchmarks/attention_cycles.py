@@ -40,6 +40,7 @@ TOKENS = ((32_760, 32_760), (75_600, 75_600), (118_800, 118_800), (75_600, 512))
 HEAD_SIZES = (128, 64)
 HEADS = 4  # an even number for each of two cores
 FINALISTS = 2  # tiles measured at every number of tokens
+DUMP = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"  # 2 MB instead of 100
 
 Tiles = tuple[int, ...]
 
@@ -265,7 +266,7 @@ def measure(case: Case) -> dict:
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it compiles only, so it need not be alone
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} {DUMP}",
         }
         words = [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(case)), folder]
         result = subprocess.run(words, env=environment, capture_output=True, text=True)
