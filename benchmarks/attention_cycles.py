@@ -1,14 +1,15 @@
 """Cycles of attention kernels on every TPU generation, read from the compiled schedule: no TPU is needed.
 
-    python benchmarks/attention_cycles.py                                      # everything: about half an hour
+    python benchmarks/attention_cycles.py                                      # everything: half an hour or more
     python benchmarks/attention_cycles.py --chips v6e --tokens 75600 --kernels splash
     python benchmarks/attention_cycles.py --chips v6e --tokens 75600 --kernels vidax --tiles 1024,2048,512
     python benchmarks/attention_cycles.py --json > cycles.json
     python benchmarks/attention_cycles.py --write                              # renews the package's tiles.json
 
 Needs libtpu (extra: compile). Compiles each kernel for a chip of each generation and counts the bundles of its final
-schedule (`llo_schedule.py` says how); a compilation takes two to ten seconds, in a process of its own. Tiles are
-compared at the first number of tokens, and the best few measured again at the others; `--tiles` tries only those named.
+schedule (`llo_schedule.py` says how). A compilation takes two to ten seconds, large tiles up to minutes, each in a
+process of its own. Tiles are compared at the first number of tokens, and the best few measured again at the others;
+`--tiles` tries only those named.
 
 cycles: for one head and one batch row, on one JAX device: a whole chip, except that a TPU7x chip is two devices. On v4
 and v5p the two cores of a chip share the heads, so a head takes half of a core's cycles.
@@ -40,6 +41,7 @@ TOKENS = ((32_760, 32_760), (75_600, 75_600), (118_800, 118_800), (75_600, 512))
 HEAD_SIZES = (128, 64)
 HEADS = 4  # an even number for each of two cores
 FINALISTS = 2  # tiles measured at every number of tokens
+PATIENCE_SECONDS = 600  # the largest tiles can take minutes
 DUMP = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"  # 2 MB instead of 100
 
 Tiles = tuple[int, ...]
@@ -269,7 +271,10 @@ def measure(case: Case) -> dict:
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} {DUMP}",
         }
         words = [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(case)), folder]
-        result = subprocess.run(words, env=environment, capture_output=True, text=True)
+        try:
+            result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"not compiled after {PATIENCE_SECONDS} seconds") from None
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
         reason = (lines or result.stderr.splitlines() or ["the compiler died"])[-1][:300]
