@@ -94,13 +94,16 @@ CASES = (
 )
 
 
-def compile_step(config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81) -> Any:
-    """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
+def devices_of(topology: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
-    chip = CHIPS[topology.partition(":")[0]]
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **chip.config).devices
-    made = meshes.make(meshes.parse(mesh), devices)
+    config = CHIPS[topology.partition(":")[0]].config
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **config).devices)
+
+
+def compile_step(config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81) -> Any:
+    """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
+    made = meshes.make(meshes.parse(mesh), devices_of(topology))
 
     def whole(shape: tuple[int, ...], dtype=jnp.float32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(made, spec))

@@ -139,9 +139,7 @@ def test_choose():
 
 def test_refusals():
     q, k, v = Case(1, 1).inputs
-    with pytest.raises(
-        ValueError, match="no attention implementation is called 'flash'; there are"
-    ):
+    with pytest.raises(ValueError, match="no attention implementation is called 'flash'; there are"):
         attention(q, k, v, impl="flash")
     with pytest.raises(ValueError, match="chunked attention takes no additive bias; use impl='reference'"):
         attention(q, k, v, impl="chunked", bias=jnp.zeros((2, 1, 1)))

@@ -46,7 +46,7 @@ def partition(axes: Sequence[Axis], shape: Sequence[int], sizes: Mapping[str, in
     rules = [RULES[name] if name is not None else () for name, _ in named]
     used = list(itertools.chain(*rules))
     if twice := sorted({axis for axis in used if used.count(axis) > 1}):
-        raise ValueError(f"axes {tuple(axes)} use mesh axis {', '.join(twice)} twice; a mesh axis splits one dimension")
+        raise ValueError(f"axes {tuple(axes)} want mesh axis {', '.join(twice)} twice; it can split only one dimension")
     return P(*(fitting(rule, units, sizes) or None for rule, (_, units) in zip(rules, named, strict=True)))
 
 
