@@ -142,8 +142,15 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        dtype, shape = self.shapes[0]
-        return math.prod(shape) * ITEM_BYTES[dtype]
+        """Of the result; an asynchronous gather names its operand first, which is smaller."""
+        return max(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.shapes if dtype in ITEM_BYTES)
+
+    @property
+    def heads_head_size_queries_keys(self) -> tuple[int, int, int, int]:
+        """Of an attention kernel: its result is [heads, head size, queries], its keys [heads, keys, head size]."""
+        heads, head_size, queries = self.shapes[0][1]
+        (keys, *_) = (s[1] for _, s in self.shapes[1:] if len(s) == 3 and (s[0], s[2]) == (heads, head_size))
+        return heads, head_size, queries, keys
 
 
 ITEM_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "u8": 1}
@@ -246,8 +253,7 @@ def estimate(model: str, size: str, topology: str, mesh: str, published: str = "
     kernel = 0.0
     for op in ops:
         if op.kind == "kernel":
-            heads, head_size, queries = op.shapes[0][1]
-            keys = op.shapes[4][1][1]
+            heads, head_size, queries, keys = op.heads_head_size_queries_keys
             kernel += op.times * heads * measured_cycles(DEVICE_KINDS[generation], head_size, queries, keys)
     program = sum(op.times * op.cycles for op in ops)
     links = sum(op.times * link_seconds(op, chip, grid, shape.devices) for op in ops if op.kind in COLLECTIVES)

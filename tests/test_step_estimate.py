@@ -1,0 +1,47 @@
+"""What `benchmarks/step_estimate.py` reads from a compiled program, on lines recorded from libtpu 0.0.42."""
+
+from pathlib import Path
+
+import pytest
+from step_estimate import CHIPS, collectives, link_seconds, operations
+
+TEXT = (Path(__file__).parent / "schedules/denoise_step.hlo").read_text()
+
+
+def test_operations_count_their_loops():
+    """Once for what is outside, 40 times for a layer; the inside of a fusion is part of its estimate."""
+    ops = operations(TEXT)
+    assert sum(op.times * op.cycles for op in ops) == 40 * 26_730_000 + 1000
+    (kernel,) = (op for op in ops if op.kind == "kernel")
+    assert kernel.times == 40 and kernel.cycles == 0  # the compiler knows nothing of a kernel's inside
+    assert kernel.heads_head_size_queries_keys == (20, 128, 75776, 75776)
+
+
+def test_collectives_of_a_layer():
+    assert collectives(operations(TEXT)) == {"all-to-all": 1, "all-gather": 1}
+    gather = next(op for op in operations(TEXT) if op.kind == "all-gather" and op.times == 40)
+    assert gather.bytes == 2 * 5120 * 5120  # the result, not the operand beside it
+
+
+def test_seconds_on_links():
+    """2 x 2 chips: an exchange crosses the middle with half of what each chip sends; a gather brings three quarters."""
+    exchange, gather = (op for op in operations(TEXT) if op.times == 40 and op.kind != "kernel" and not op.cycles)
+    chip = CHIPS["v4"]
+    assert link_seconds(exchange, chip, (2, 2, 1), 4) == pytest.approx(2 * 2 * 40 * 18944 * 128 / 2 / 45e9)
+    assert link_seconds(gather, chip, (2, 2, 1), 4) == pytest.approx(2 * 5120 * 5120 * 0.75 / (2 * 45e9))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("ENTRY %main", "%main", "no entry computation"),
+        ("estimated_cycles", "cycles", "estimates no cycles"),
+        ("direction=LT", "direction=NE", "number of turns is not understood"),
+        ("constant(40)", "parameter(1)", "number of turns is not understood"),
+        ("condition=%region_1.26_spmd, ", "", "a loop without condition"),
+        (" while(%tuple.3)", " conditional(%tuple.3)", "a branch, whose choice is not known"),
+    ],
+)
+def test_another_format_fails(old, new, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        operations(TEXT.replace(old, new))
