@@ -23,7 +23,7 @@ from vidax.parallel.processes import check_flags
 from vidax.parallel.rules import sharding
 
 TOLERANCE = 5e-5  # of frames in [0, 1]; float32 sums in another order are 1.5e-5, of one device and of eight alike
-SIZE = ["--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32"]
+SMALL = ["--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32", "--mesh", "data=2,seq=2,tensor=2"]
 JOBS = (("a", 1), ("b", 5), ("c", 1))  # names and frames
 SECONDS = 300  # a machine may be busy
 
@@ -92,7 +92,7 @@ def files(folder: Path) -> list[str]:
 def test_two_processes_equal_one(generate, places, cache, tmp_path):
     """The folder of the output is there for process 0 alone."""
     (places[0] / "out").mkdir()
-    words = ["a red circle moves right", *SIZE, "--mesh", "data=2,seq=2,tensor=2"]
+    words = ["a red circle moves right", *SMALL]
     first, other = generate(*words, "--output", "out/x.npy")
     assert first[0] == 0, first[2]
     assert first[1] == "out/x.npy\n" and "data=2,seq=2,tensor=2 (given)" in first[2] and "decode" in first[2]
@@ -181,13 +181,13 @@ def test_a_failing_write_leaves_the_others_in_step(generate, places, small_disk)
     (small_disk / "other").write_bytes(bytes(110_000))
     lines = [{"prompt": "a red circle", "output": f"{name}.npy", "frames": frames} for name, frames in JOBS]
     (places[0] / "jobs.txt").write_text("\n".join(map(json.dumps, lines)))
-    first, other = generate("--prompts", "jobs.txt", *SIZE, "--seed", "-1", "--output", str(small_disk))
+    first, other = generate("--prompts", "jobs.txt", *SMALL, "--seed", "-1", "--output", str(small_disk))
     assert (first[0], other) == (1, (1, "", "")), first[2]
     assert first[1].split() == [str(small_disk / name) for name in ("a.npy", "c.npy")]
     assert f"jobs.txt, line 2: {small_disk / 'b.npy'}: no space left in {small_disk}" in first[2]
     assert files(small_disk) == ["a.json", "a.npy", "c.json", "c.npy", "other"]
 
-    first, other = generate("a red circle", *SIZE, "--output", str(small_disk / "b.npy"), "--quiet")
+    first, other = generate("a red circle", *SMALL, "--output", str(small_disk / "b.npy"), "--quiet")
     assert (first[:2], other) == ((2, ""), (2, "", "")), first[2]
     assert first[2].startswith(f"vidax: {small_disk / 'b.npy'}: no space left") and first[2].count("\n") == 1
 
@@ -210,7 +210,7 @@ def test_a_failing_write_leaves_the_others_in_step(generate, places, small_disk)
 )
 def test_what_one_process_cannot_do_none_does(generate, places, more, sentence):
     (places[0] / "x.npy").touch()
-    first, other = generate("a red circle", *SIZE, "--output", "x.npy", "--quiet", more=more)
+    first, other = generate("a red circle", *SMALL, "--output", "x.npy", "--quiet", more=more)
     assert (first[:2], other) == ((2, ""), (2, "", "")), first[2]
     assert first[2].startswith(sentence) and first[2].count("\n") == 1
     assert files(places[0]) == ["x.npy"] and files(places[1]) == []
@@ -262,6 +262,19 @@ def test_refuses_numbers_that_are_none(capsys):
         cli.main(["generate", "a", "--coordinator", "host:1", "--num-processes", "two", "--process-id", "0"])
     assert caught.value.code == 2
     assert "argument --num-processes: invalid int value: 'two'" in capsys.readouterr().err
+
+
+def test_processes_that_do_not_come(together):
+    program = """
+import sys
+from vidax.parallel import processes
+processes.START_SECONDS = 3
+processes.start(sys.argv[1], 3, int(sys.argv[2]))
+"""
+    address = f"127.0.0.1:{free_port()}"
+    for code, printed, told in together(*(["-c", program, address, str(process)] for process in range(2))):
+        assert (code, printed) == (2, "")
+        assert f"vidax: waited 3 seconds for the other processes, 3 in all, at {address}; start all of them" in told
 
 
 def test_detection_that_finds_nothing(together):

@@ -299,7 +299,8 @@ class Engine:
             "warnings": untrained(self.card, request),
             "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
             "attention": attention,
-            "device": f"{device.device_kind} ({device.platform})",
+            "device": f"{device.device_kind} ({device.platform})"
+            + (f", {processes.count()} processes" if self.shared else ""),
             "versions": {"vidax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         }
 
