@@ -1,6 +1,7 @@
 """The command line: one function per subcommand. Settings and progress go to stderr; stdout has the result alone."""
 
 import argparse
+import contextlib
 import difflib
 import json
 import sys
@@ -12,6 +13,9 @@ from vidax import __version__
 from vidax.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from jax import Device
+
+    from vidax.engine.engine import Engine
     from vidax.engine.jobs import Wish
 
 COMMANDS = ("generate", "models", "check", "convert", "cache")
@@ -89,6 +93,10 @@ def parser() -> Parser:
         help="sizes of data, seq and tensor; auto takes all TPUs or GPUs (auto)",
     )
     make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
+    make.add_argument("--distributed", action="store_true", help="one of the processes of a TPU slice or Slurm job")
+    make.add_argument("--coordinator", metavar="HOST:PORT", help="one of several processes: where process 0 listens")
+    make.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    make.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0")
     make.add_argument("--output", metavar="FILE|DIR", help=".mp4, .npy (float32 in [0, 1]) or .png (one frame)")
     make.add_argument("--overwrite", action="store_true", help="replace an existing output")
     make.add_argument(
@@ -144,25 +152,66 @@ def seeds(text: str) -> list[int]:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Make one video, or many. Of many, those that fail do not stop the others, and those that are done are skipped."""
+    """Make one video, or many. Of many, those that fail do not stop the others, and those that are done are skipped.
+
+    Of several processes, process 0 plans, writes and prints; the others work along and end with its code.
+    """
     from vidax import terminal
-    from vidax.engine import compilation_cache, jobs, tasks
-    from vidax.engine.engine import load
+    from vidax.parallel import processes
+
+    flags = arguments.coordinator, arguments.num_processes, arguments.process_id
+    processes.check_flags(arguments.distributed, *flags)
+    if not arguments.distributed and arguments.coordinator is None:
+        return lead(arguments, use_devices(arguments), several=False)
+    processes.start(*flags)
+    terminal.keep_stdout()
+    try:
+        with processes.in_step(True, processes.IN_COLLECTIVES_SECONDS):
+            devices = use_devices(arguments)
+            code = lead(arguments, devices, several=True) if processes.first() else follow(arguments, devices)
+        return int(processes.from_first(str(code)))
+    except UserError:
+        if processes.first():
+            raise
+        return 2  # process 0 says why
+    except (KeyboardInterrupt, processes.OutOfStep) as error:
+        processes.leave(terminal.last_words(error))
+
+
+def use_devices(arguments: argparse.Namespace) -> "Sequence[Device] | None":
+    """The virtual devices of the CPU that are asked for. It must be known before anything looks for devices."""
     from vidax.parallel import mesh
 
-    wishes = asked(arguments)
-    devices = None if arguments.cpu_devices is None else mesh.cpu_devices(arguments.cpu_devices)
+    return None if arguments.cpu_devices is None else mesh.cpu_devices(arguments.cpu_devices)
+
+
+def opened(arguments: argparse.Namespace, devices: "Sequence[Device] | None") -> "Engine":
+    from vidax import terminal
+    from vidax.engine import compilation_cache
+    from vidax.engine.engine import load
+
     uncached = compilation_cache.use()
     if uncached and not arguments.quiet:
         terminal.warn(uncached)
     parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
-    engine = load(arguments.model, **parts, dtype=arguments.dtype, mesh=arguments.mesh, devices=devices)
-    defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
-    defaults["size"] = chosen_size(arguments, engine.card.size)
-    videos = 1 if arguments.num_videos is None else arguments.num_videos
-    wishes = jobs.multiply(wishes, defaults, arguments.seed or (), videos)
-    many = arguments.prompts is not None or arguments.num_videos is not None or len(wishes) > 1
-    planned = tasks.plan(engine, wishes, arguments.output, overwrite=arguments.overwrite, resume=many)
+    return load(arguments.model, **parts, dtype=arguments.dtype, mesh=arguments.mesh, devices=devices)
+
+
+def lead(arguments: argparse.Namespace, devices: "Sequence[Device] | None", *, several: bool) -> int:
+    """What process 0 does, which may be the only one."""
+    from vidax import terminal
+    from vidax.engine import jobs, tasks
+    from vidax.parallel import processes
+
+    with processes.in_step(several):
+        wishes = asked(arguments)
+        engine = opened(arguments, devices)
+        defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
+        defaults["size"] = chosen_size(arguments, engine.card.size)
+        videos = 1 if arguments.num_videos is None else arguments.num_videos
+        wishes = jobs.multiply(wishes, defaults, arguments.seed or (), videos)
+        many = arguments.prompts is not None or arguments.num_videos is not None or len(wishes) > 1
+        planned = tasks.plan(engine, wishes, arguments.output, overwrite=arguments.overwrite, resume=many)
     if not arguments.quiet:
         terminal.settings(planned)
 
@@ -171,16 +220,19 @@ def generate(arguments: argparse.Namespace) -> int:
         if task.writer is None:
             results.skipped(task)
     todo = [task for task in planned if task.writer is not None]
+    failure = None
     try:
         quiet = arguments.quiet or not todo
         with terminal.plain_warnings(quiet), terminal.progress(quiet) as progress:
-            for task, clip in zip(todo, engine.run([task.job for task in todo], progress), strict=True):
+            clips = engine.run(tasks.shared_jobs(engine, todo), progress)
+            for task, clip in zip(todo, clips, strict=True):
                 try:
                     files = tasks.write(task, clip, overwrite=arguments.overwrite, sheet=arguments.contact_sheet)
                 except Exception as error:
-                    if not many:
-                        raise
-                    results.failed(task, error)
+                    if many:
+                        results.failed(task, error)
+                    else:
+                        failure = error  # raised when the others, if there are any, have decoded this clip too
                 else:
                     results.written(clip.metadata, files)
     except KeyboardInterrupt:
@@ -191,8 +243,29 @@ def generate(arguments: argparse.Namespace) -> int:
             terminal.say(
                 f"vidax: interrupted; {written} of {len(todo)} videos are written, the same command makes the others"
             )
+            if several:
+                processes.leave(130)
             return 130
+    if failure is not None:
+        raise failure
     return results.close()
+
+
+def follow(arguments: argparse.Namespace, devices: "Sequence[Device] | None") -> int:
+    """What the other processes do: the jobs of process 0, of which they keep nothing."""
+    from vidax import terminal
+    from vidax.engine import tasks
+    from vidax.parallel import processes
+
+    arguments.quiet = True
+    with processes.in_step(True):
+        engine = opened(arguments, devices)
+    with terminal.plain_warnings(True), terminal.progress(True) as progress:
+        for clip in engine.run(tasks.shared_jobs(engine), progress):
+            with contextlib.suppress(Exception):  # process 0 has it too, and says it
+                for _ in clip.frames:
+                    pass
+    return 0
 
 
 def asked(arguments: argparse.Namespace) -> "list[Wish]":

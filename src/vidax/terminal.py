@@ -29,6 +29,29 @@ def warn(sentence: str) -> None:
     say(f"warning: {sentence}")
 
 
+def keep_stdout() -> None:
+    """Keep stdout to what Python prints: gloo, with which CPUs talk, writes its connections to descriptor 1."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding)  # noqa: SIM115  as long as the process
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def last_words(error: BaseException) -> int:
+    """Why this one of several processes ends before the others. Returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        say("vidax: interrupted; the other processes end too")
+        return 130
+    cause = error.__cause__
+    if isinstance(cause, UserError):
+        say(f"vidax: {cause}")
+    elif cause is not None:
+        say("".join(traceback.format_exception(cause)).rstrip())
+    say(f"vidax: {error}; this process ends, and the others with it")
+    return 2 if isinstance(cause, UserError) else 1
+
+
 def settings(tasks: Sequence[Task]) -> None:
     """Every setting and where it comes from, one a line; then the jobs, if there are several, with what differs."""
     first = tasks[0].metadata

@@ -11,6 +11,8 @@ from typing import Any
 import filelock
 import jax
 
+from vidax.parallel import processes
+
 MAX_BYTES = 4 * 2**30  # least recently used programs go first; one of a large model takes some 10 MB
 MIN_COMPILE_SECONDS = 0.2  # JAX's 1 leaves out programs of which a start has several
 
@@ -25,10 +27,14 @@ def folder() -> Path:
 def use() -> str | None:
     """Turn the cache on for this process; a sentence says why if that cannot be.
 
+    Of several processes JAX lets only the first write.
+
     Nothing is changed for users who have set JAX's own cache up, or turned it off (JAX_ENABLE_COMPILATION_CACHE=0).
     """
     if theirs() or not setting("jax_enable_compilation_cache"):
         return None
+    if processes.count() > 1 and jax.default_backend() == "gpu":
+        return None  # XLA tunes a program in all processes together: one that has it on disk would let the others wait
     path = folder()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds there

@@ -26,12 +26,16 @@ from vidax.models.registry import Card
 from vidax.nn import Spec, parameter_bytes
 from vidax.ops.attention import describe as describe_attention
 from vidax.parallel import mesh as meshes
+from vidax.parallel import processes
 from vidax.parallel.mesh import MeshShape
 from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
 
 DTYPES = ("bfloat16", "float32")
+
+# What the processes of one mesh may have each its own of; all else of a job's record must be the same.
+OWN = ("weights", "origins", "warnings", "attention", "device", "versions")
 
 T = TypeVar("T")
 
@@ -127,6 +131,12 @@ class Engine:
         elif isinstance(mesh, str):
             mesh = meshes.parse(mesh)
         self.mesh = meshes.make(mesh, devices) if isinstance(mesh, MeshShape) else mesh
+        self.shared = self.mesh.is_multi_process
+        if self.shared and (there := len({d.process_index for d in self.mesh.devices.flat})) < processes.count():
+            raise UserError(
+                f"the mesh {meshes.shape_of(self.mesh)} has devices of {there} of {processes.count()} processes; "
+                "give it devices of one process, or of all"
+            )
 
     def request(self, prompt: str, **fields: Any) -> Request:
         """What would be generated: the fields of `vidax.engine.request.resolve`, the rest from the card."""
@@ -163,6 +173,9 @@ class Engine:
 
         Between the phases a job is a few megabytes on the host. A fault of one job is raised by its clip alone; what
         concerns all of them, such as weights that cannot be loaded, is raised here.
+
+        Where several processes share the mesh, each calls this with the same jobs, takes the clips alike and gets all
+        frames. What is left of a clip when the next one is asked for is decoded nevertheless, for the others' sake.
         """
         if not jobs:
             return
@@ -170,12 +183,15 @@ class Engine:
         dtype, timings = jnp.dtype(self.dtype), dict[str, float]()
         works = [Work(job, self.describe(job.request) | {"timings_seconds": {}}) for job in jobs]
         # Opened before any is read: a damaged file is found now, not after an hour of denoising.
-        parts = self.model.text_encoder(dtype), self.model.transformer(dtype), self.model.decoder()
+        with processes.in_step(self.shared):
+            parts = self.model.text_encoder(dtype), self.model.transformer(dtype), self.model.decoder()
+        if self.shared:
+            require_same_jobs(works)
 
         encoder = self.load("text encoder", parts[0], timings, progress)
         prompts = list(dict.fromkeys(prompt for job in jobs for prompt in job.request.prompts))
         texts: dict[str, np.ndarray] = {}
-        with phase("encode text", len(prompts), timings, progress) as advance:
+        with phase("encode text", len(prompts), timings, progress) as advance, self.in_collectives():
             encoded = self.on_mesh(self.model.encode_text(encoder, prompts))
             for prompt, text in zip(prompts, encoded, strict=True):
                 texts[prompt] = text.embeddings
@@ -189,7 +205,7 @@ class Engine:
             done = 0
             for number, work in enumerate(works, 1):
                 progress.job(number, len(works))
-                with work.own_fault(), work.timed("denoise"):
+                with work.own_fault(), self.in_collectives(), work.timed("denoise"):
                     work.latents = self.denoise(dit, work, texts, after(done, advance))
                 done += work.steps
                 advance(done)
@@ -204,6 +220,8 @@ class Engine:
                 work.metadata["timings_seconds"] |= timings | work.metadata["timings_seconds"]
                 frames = self.decode(vae, work, after(done, advance))
                 yield Clip(frames, work.metadata)
+                if self.shared and work.latents is not None:
+                    self.finish(frames, work)
                 frames.close()
                 work.latents = None
                 done += work.job.request.frames
@@ -233,16 +251,29 @@ class Engine:
                 done += frames.shape[1]
                 on_frames(done)
 
+    def finish(self, frames: Iterator[np.ndarray], work: "Work") -> None:
+        """Decode what is left of a clip, as the other processes do. An error is that of whoever took the frames."""
+        with contextlib.suppress(Exception), self.in_collectives():
+            for _ in frames:
+                pass
+            if "decode" not in work.metadata["timings_seconds"]:
+                raise RuntimeError("decoding has failed")
+
     def load(self, name: str, part: Part, timings: dict[str, float], progress: Progress) -> Any:
         """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go."""
 
         def place(spec: Spec) -> jax.sharding.Sharding:
             return sharding(self.mesh, spec.axes, spec.shape)
 
-        with phase(f"load {name}", parameter_bytes(part.spec), timings, progress) as advance:
+        loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
+        with loading as advance, processes.in_step(self.shared):
             return load_weights(
                 part.spec, part.checkpoint, part.mapping, sharding=place, progress=lambda done, _: advance(done)
             )
+
+    def in_collectives(self) -> contextlib.AbstractContextManager[None]:
+        """For work that the processes of the mesh do together: an error of one becomes that of all, or ends it."""
+        return processes.in_step(self.shared, processes.IN_COLLECTIVES_SECONDS)
 
     def on_mesh(self, items: Iterator[T]) -> Iterator[T]:
         """The same items, each made with the mesh in force, which it is not while their user works with them."""
@@ -268,7 +299,8 @@ class Engine:
             "warnings": untrained(self.card, request),
             "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
             "attention": attention,
-            "device": f"{device.device_kind} ({device.platform})",
+            "device": f"{device.device_kind} ({device.platform})"
+            + (f", {processes.count()} processes" if self.shared else ""),
             "versions": {"vidax": __version__, "jax": jax.__version__, "python": platform.python_version()},
         }
 
@@ -308,6 +340,17 @@ class Work:
 def after(start: int, advance: Callable[[int], None]) -> Callable[[int], None]:
     """`advance` for one job, when `start` of the phase's total is that of jobs before it."""
     return lambda done: advance(start + done)
+
+
+def require_same_jobs(works: Sequence[Work]) -> None:
+    """Raises UserError, on every process of the mesh, unless all are asked for the same videos in the same way."""
+    versions = works[0].metadata["versions"]
+    values = {"vidax": versions["vidax"], "jax": versions["jax"], "jobs": len(works)}
+    for number, work in enumerate(works, 1):
+        job = f" of job {number}" if len(works) > 1 else ""
+        same = {name: value for name, value in work.metadata.items() if name not in (*OWN, "timings_seconds")}
+        values |= {f"{name}{job}": value for name, value in same.items()} | {f"frames{job} as": work.job.frames_dtype}
+    processes.require_same(values, "start all with the same settings; a seed of -1 is another one in each")
 
 
 def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progress) -> None:

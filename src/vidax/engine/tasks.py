@@ -17,6 +17,7 @@ from vidax.engine.request import Request
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png
+from vidax.parallel import processes
 
 # What a record says of the run, not of the video: a video that differs in these alone need not be made again.
 CIRCUMSTANCES = ("origins", "warnings", "attention", "device", "versions")
@@ -24,9 +25,13 @@ CIRCUMSTANCES = ("origins", "warnings", "attention", "device", "versions")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A video and its file. `writer` is None where the file is there already, made with the same settings."""
+    """A video and its file. `writer` is None where the file is there already, made with the same settings.
+
+    fields: what was asked for, with the seed that was drawn where that was -1.
+    """
 
     place: str
+    fields: dict[str, Any]
     request: Request
     metadata: dict[str, Any]
     path: Path
@@ -52,6 +57,7 @@ def plan(engine: Engine, wishes: Sequence[Wish], output: str | None, *, overwrit
         fields = dict(wish.fields)
         own = fields.pop("output", None)
         request = engine.request(**fields)
+        fields["seed"] = request.seed
         metadata = engine.describe(request)
         path, named = choose_path(output, own, request)
         if named and record(path) in taken:
@@ -64,7 +70,7 @@ def plan(engine: Engine, wishes: Sequence[Wish], output: str | None, *, overwrit
         path = path if named else next(filter(usable, names(path)))
         taken[record(path)] = place
         if resume and not overwrite and is_done(path, metadata):
-            return Task(place, request, metadata, path, None)
+            return Task(place, fields, request, metadata, path, None)
         writer = open_writer(
             path,
             frames=request.frames,
@@ -74,9 +80,19 @@ def plan(engine: Engine, wishes: Sequence[Wish], output: str | None, *, overwrit
             tags=tags(metadata),
             overwrite=overwrite,
         )
-        return Task(place, request, metadata, path, writer)
+        return Task(place, fields, request, metadata, path, writer)
 
     return each(((wish.place, wish) for wish in wishes), task)
+
+
+def shared_jobs(engine: Engine, tasks: Sequence[Task] = ()) -> list[Job]:
+    """The jobs of process 0's tasks, on every process. The others have no tasks: their disks may be other ones."""
+    jobs = [task.job for task in tasks]
+    told = processes.from_first(json.dumps([(task.fields, task.job.frames_dtype) for task in tasks]))
+    with processes.in_step(engine.shared):
+        if not processes.first():
+            jobs = [Job(request=engine.request(**fields), frames_dtype=dtype) for fields, dtype in json.loads(told)]
+    return jobs
 
 
 def choose_path(output: str | None, own: str | None, request: Request) -> tuple[Path, bool]:

@@ -81,10 +81,11 @@ def make(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
             f"({devices[0].device_kind}); give a mesh whose sizes multiply to at most {len(devices)}"
             + ("; --cpu-devices N makes a CPU N devices for trying out" if devices[0].platform == "cpu" else "")
         )
-    if shape.devices < len(devices) and jax.process_count() > 1:
+    owners = len({device.process_index for device in devices})
+    if shape.devices < len(devices) and owners > 1:
         raise UserError(
-            f"mesh {shape} has {shape.devices} of {len(devices)} devices, which belong to {jax.process_count()} "
-            f"processes; give a mesh whose sizes multiply to {len(devices)}"
+            f"mesh {shape} has {shape.devices} of {len(devices)} devices, which belong to {owners} processes; "
+            f"give a mesh whose sizes multiply to {len(devices)}"
         )
     chosen = devices[: shape.devices]
     return jax.make_mesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=chosen)
@@ -97,19 +98,22 @@ def default_devices() -> list[jax.Device]:
 
 
 def cpu_devices(count: int) -> list[jax.Device]:
-    """That many virtual devices of the CPU. To be called before JAX has looked for devices. Raises UserError."""
+    """That many virtual devices of the CPU, and as many of each other process where there are several.
+
+    To be called before JAX has looked for devices, and after `processes.start`. Raises UserError.
+    """
     if count < 1:
         raise UserError(f"{count} CPU devices: give a number of 1 or more, as in --cpu-devices 8")
     with contextlib.suppress(RuntimeError):  # JAX has its devices already; there may be enough
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
-    devices = jax.devices("cpu")
+    devices = jax.local_devices(backend="cpu")
     if len(devices) < count:
         raise UserError(
             f"{count} CPU devices: JAX has {len(devices)}, set by XLA_FLAGS or earlier in this process; "
             f"give at most {len(devices)}, or start anew without that flag"
         )
-    return devices[:count]
+    return devices[:count] if jax.process_count() == 1 else jax.devices("cpu")
 
 
 def shape_of(mesh: Mesh) -> MeshShape:

@@ -46,7 +46,7 @@ def load(
     match = check_names(spec_tree, mapping, shapes, source=str(checkpoint.path), files=files)
     check_dtypes(match, checkpoint)
     check_twins(match, checkpoint)
-    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     done, total = 0, parameter_bytes(spec_tree)
     arrays = []
     for leaf, (_, spec) in zip(match.leaves, named_leaves(spec_tree), strict=True):
