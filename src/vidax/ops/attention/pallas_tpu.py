@@ -11,7 +11,6 @@ queries and keys. Where r of any query exceeds MAXIMUM_GAP the head takes a runn
 device for each batch row and head (`guarded_heads`).
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -31,7 +30,7 @@ HEAD_SIZE_STEP = 64  # head sizes are padded to a multiple of it
 # 2^20 stay below float32's 2^127, and what falls below its 2^-126 is less than 2^-46 of its row's largest.
 MAXIMUM_GAP = 160.0
 
-CONSERVATIVE = Tiles(queries=512, keys=1024, inner_queries=256, inner_keys=128, value_keys=128)
+CONSERVATIVE = Tiles(queries=512, keys=1024, inner_queries=256, inner_keys=128, value_keys=128, running_keys=128)
 MIB = 1 << 20
 # What the kernel may take of a core's VMEM, which is 16 MiB on v4 and 64 or 128 on the others.
 VMEM_LIMIT_BYTES = {"TPU v4": 14 * MIB, "TPU v5 lite": 48 * MIB, "TPU v5": 48 * MIB, "TPU v6 lite": 48 * MIB}
@@ -103,8 +102,9 @@ def pallas_tpu(
         laid_out(v, (0, 2, 3, 1), 3, tiles.keys),
         shift,
         running.reshape(-1),
-        lengths.astype(jnp.int32),
         segments,
+        None if kv_lengths is None else jnp.repeat(lengths.astype(jnp.int32), heads),
+        keys=keys,
         heads=heads,
         tiles=tiles,
         vmem_limit_bytes=VMEM_LIMIT_BYTES.get(chip, min(VMEM_LIMIT_BYTES.values())),
@@ -167,9 +167,8 @@ def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
     query, inner_queries = _even(queries, tiles.queries, tiles.inner_queries)
     key, inner_keys = _even(keys, limit, tiles.inner_keys)
     value = key if tiles.value_keys >= tiles.keys or key % tiles.value_keys else tiles.value_keys
-    return dataclasses.replace(
-        tiles, queries=query, keys=key, inner_queries=inner_queries, inner_keys=inner_keys, value_keys=value
-    )
+    running = inner_keys if key % tiles.running_keys else tiles.running_keys
+    return Tiles(query, key, inner_queries, inner_keys, value, running)
 
 
 def _even(length: int, tile: int, inner: int) -> tuple[int, int]:
