@@ -71,39 +71,43 @@ def pallas_tpu(
     tiles = tiles if isinstance(tiles, Tiles) else Tiles(*tiles)
     tiles = fit(tiles, length, keys, k.dtype.itemsize)
 
-    lengths = jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys)
+    lengths = _lengths(kv_lengths, k)
+    mean = mean_key(k, lengths)
     q = scaled(q, scale, k.dtype)
     if kernel == "running" or segments is not None:
         running = jnp.ones((batch, heads), jnp.int32)
         shift = jnp.full((batch, heads, length), MASKED, jnp.float32)
     else:
-        centre, gap = bounds(q, k, lengths)
+        centre, gap = bounds(q, k, mean, lengths)
         guarded = (gap > MAXIMUM_GAP).any(-1)
         running = guarded.astype(jnp.int32)
         shift = jnp.where(guarded[..., None], MASKED, centre + gap / 2)
 
-    def laid_out(x, order, queries_axis, step):
-        x = jnp.transpose(x, order)
-        widths = [(0, 0)] * 4
-        widths[queries_axis] = (0, -x.shape[queries_axis] % step)
-        widths[5 - queries_axis] = (0, -size % HEAD_SIZE_STEP)
-        x = jnp.pad(x, widths)
-        return x.reshape(batch * heads, *x.shape[2:])
-
-    shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -length % tiles.queries))).reshape(batch * heads, 1, -1)
+    if kv_lengths is not None:
+        k = jnp.where(_valid(k, lengths), k, mean[:, None].astype(k.dtype))
+        v = jnp.where(_valid(v, lengths), v, 0)
+    padding = -keys % tiles.keys
+    k = jnp.concatenate([k, jnp.broadcast_to(mean[:, None].astype(k.dtype), (batch, padding, heads, size))], 1)
+    v = _pad(v, 1, tiles.keys)
+    q, k, v = (_pad(x, 3, HEAD_SIZE_STEP) for x in (_pad(q, 1, tiles.queries), k, v))
+    shift = _pad(shift, 2, tiles.queries).reshape(batch * heads, 1, -1)
     if segments is not None:
         query_segments, key_segments = (jnp.asarray(x, jnp.int32) for x in segments)
-        query_segments = jnp.pad(query_segments, ((0, 0), (0, -length % tiles.queries)))[:, None, :]
-        key_segments = jnp.pad(key_segments, ((0, 0), (0, -keys % tiles.keys)))[:, :, None]
-        segments = query_segments, key_segments
+        query_segments = _pad(query_segments, 1, tiles.queries)[:, None, :]
+        segments = query_segments, _pad(key_segments, 1, tiles.keys)[:, :, None]
+
+    def laid_out(x, order):
+        x = x.transpose(order)
+        return x.reshape(batch * heads, *x.shape[2:])
+
     out = transposed_attention(
-        laid_out(q, (0, 2, 3, 1), 3, tiles.queries),
-        laid_out(k, (0, 2, 1, 3), 2, tiles.keys),
-        laid_out(v, (0, 2, 3, 1), 3, tiles.keys),
+        laid_out(q, (0, 2, 3, 1)),
+        laid_out(k, (0, 2, 1, 3)),
+        laid_out(v, (0, 2, 3, 1)),
         shift,
         running.reshape(-1),
         segments,
-        None if kv_lengths is None else jnp.repeat(lengths.astype(jnp.int32), heads),
+        None if kv_lengths is None else jnp.repeat(lengths, heads),
         keys=keys,
         heads=heads,
         tiles=tiles,
@@ -114,17 +118,35 @@ def pallas_tpu(
     return out.transpose(0, 3, 1, 2)
 
 
+def _pad(x: jax.Array, axis: int, step: int) -> jax.Array:
+    """Zeros at the end of an axis, up to a multiple of `step`."""
+    return jnp.pad(x, [(0, -n % step if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+def _lengths(kv_lengths: jax.Array | None, k: jax.Array) -> jax.Array:
+    batch, keys = k.shape[:2]
+    return jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys).astype(jnp.int32)
+
+
+def _valid(k: jax.Array, lengths: jax.Array) -> jax.Array:
+    return (jnp.arange(k.shape[1]) < lengths[:, None])[:, :, None, None]
+
+
 def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
     """Queries whose products with keys are scores in powers of two."""
     return (q.astype(jnp.float32) * (scale * LOG2_E)).astype(dtype)
 
 
-def bounds(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mean_key(k: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[B N K], float32."""
+    total = jnp.where(_valid(k, lengths), k.astype(jnp.float32), 0).sum(1)
+    return total / lengths[:, None, None].astype(jnp.float32)
+
+
+def bounds(q: jax.Array, k: jax.Array, mean: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """q.kbar and r, both [B N L] in float32, for scaled queries; keys beyond the lengths do not count."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # converted inside the passes below, not stored
-    valid = (jnp.arange(k.shape[1]) < lengths[:, None])[:, :, None, None]
-    mean = jnp.where(valid, k, 0).sum(1) / lengths[:, None, None].astype(jnp.float32)
-    distance = jnp.where(valid, k - mean[:, None], 0)
+    distance = jnp.where(_valid(k, lengths), k - mean[:, None], 0)
     radius = jnp.sqrt(jnp.square(distance).sum(-1).max(1))
     # Products and sums in float32 on the vector unit: a matrix unit would gain nothing on one column.
     centre = (q * mean[:, None]).sum(-1)
@@ -134,8 +156,9 @@ def bounds(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple[jax.Array, j
 
 def guarded_heads(q, k, *, kv_lengths: jax.Array | None = None, scale: float) -> jax.Array:
     """Which heads, [B N], the "bounded" kernel gives a running maximum: those whose scores may span too much."""
-    lengths = jnp.full((k.shape[0],), k.shape[1]) if kv_lengths is None else jnp.clip(kv_lengths, 1, k.shape[1])
-    return (bounds(scaled(q, scale, k.dtype), k, lengths)[1] > MAXIMUM_GAP).any(-1)
+    lengths = _lengths(kv_lengths, k)
+    _, gap = bounds(scaled(q, scale, k.dtype), k, mean_key(k, lengths), lengths)
+    return (gap > MAXIMUM_GAP).any(-1)
 
 
 @functools.cache

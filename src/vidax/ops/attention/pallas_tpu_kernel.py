@@ -55,6 +55,9 @@ def transposed_attention(
     q [G K L], k [G S K], v [G K S], L and S multiples of the tiles. keys: how many of the S are keys, not padding.
     shift [G 1 L], float32: subtracted from the scores of heads whose `running` [G] is 0; MASKED for the others, which
     find their maximum as they go. lengths: None, or [G] int32, at least 1: keys at and beyond it are ignored.
+    Those and the padding must be the mean of the others, and their values 0: unless the keys are float32, no score is
+    masked. The mean key's weight is at most the mean weight, so that the sum of weights, less that of the padding,
+    loses few bits to cancellation: those of padding / length.
     segments: None, or (query segments [B 1 L], key segments [B S 1]); then every head is taken as running.
     Returns [G K L] in v's dtype.
     """
@@ -117,21 +120,29 @@ def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    valid = (lengths_ref[group] if ragged else keys) - block * tiles.keys  # of this block's keys, if not more
+    length = lengths_ref[group] if ragged else keys
+    valid = length - block * tiles.keys  # of this block's keys, if not more
     if segmented:
         _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
     else:
+        masked = k_ref.dtype == jnp.float32 and (ragged or keys % tiles.keys > 0)
+        # Otherwise padded keys take part, as means of the keys, and the end takes them out.
+        run = (valid >= tiles.keys) if masked else (valid > 0) if ragged else True
         running = running_ref[group] != 0
-        all_full = not ragged and keys % tiles.keys == 0
-        full = True if all_full else valid >= tiles.keys
-        pl.when(jnp.logical_not(running) & full)(lambda: _bounded(q_ref, k_ref, v_ref, statistics, tiles))
-        pl.when(running & full)(lambda: _running(q_ref, k_ref, v_ref, statistics, tiles))
-        if not all_full:
-            pl.when(jnp.logical_not(full))(lambda: _masked(valid, q_ref, k_ref, v_ref, (), statistics, tiles))
+        pl.when(run & jnp.logical_not(running))(lambda: _bounded(q_ref, k_ref, v_ref, statistics, tiles))
+        pl.when(run & running)(lambda: _running(q_ref, k_ref, v_ref, statistics, tiles))
+        if masked:
+            pl.when(valid < tiles.keys)(lambda: _masked(valid, q_ref, k_ref, v_ref, (), statistics, tiles))
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _():
-        out_ref[...] = (acc_ref[...] / total_ref[...].sum(0, keepdims=True)).astype(out_ref.dtype)
+        total = total_ref[...].sum(0, keepdims=True)
+        padding = -length % tiles.keys
+        if not segmented and k_ref.dtype != jnp.float32 and (ragged or padding):
+            last = tiles.keys - 2 * SUBLANES
+            weight = jnp.exp2(_product(k_ref[last:], q_ref[...])[-1:] - maximum_ref[...])
+            total -= jnp.asarray(padding, jnp.float32) * weight
+        out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
 
 
 def _product(a, b):
@@ -180,13 +191,13 @@ def _running(q_ref, k_ref, v_ref, statistics, tiles):
 
 
 def _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles):
-    """A block with keys to leave out. Compact rather than fast: it runs once per block of queries.
+    """A block with keys to leave out, one by one. Compact rather than fast.
 
     Raises the maximum, which is right for both kinds of heads: a shift is a first maximum as good as any.
     """
     maximum_ref, total_ref, acc_ref = statistics
     depth, width = tiles.inner_keys, tiles.inner_queries
-    chunks = jnp.clip((valid + depth - 1) // depth, 0, tiles.keys // depth)
+    chunks = jnp.minimum((valid + depth - 1) // depth, tiles.keys // depth)  # none if the length is before the block
 
     def one(index, carry):
         chunk, query = index % chunks, index // chunks  # keys fastest
