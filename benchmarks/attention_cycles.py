@@ -262,7 +262,9 @@ def worker(case: Case, folder: Path) -> None:
         files = [f for f in folder.glob(f"*-{name}-*-final_bundles.txt") if "schedule-analysis" not in f.name]
         if len(files) != 1:
             raise MeterError(f"{len(files)} schedules were dumped for {name}")
-        total += schedule_cycles(files[0].read_text(), chip.unit, all_blocks_run=kernel.all_blocks_run, scalar_read=kernel.scalar_read)
+        total += schedule_cycles(
+            files[0].read_text(), chip.unit, all_blocks_run=kernel.all_blocks_run, scalar_read=kernel.scalar_read
+        )
     print(json.dumps({"cycles": total}))
 
 

@@ -125,7 +125,9 @@ def _pad(x: jax.Array, axis: int, step: int) -> jax.Array:
 
 def _lengths(kv_lengths: jax.Array | None, k: jax.Array) -> jax.Array:
     batch, keys = k.shape[:2]
-    return jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys).astype(jnp.int32)
+    return (
+        jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys).astype(jnp.int32)
+    )
 
 
 def _valid(k: jax.Array, lengths: jax.Array) -> jax.Array:
