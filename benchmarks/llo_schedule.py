@@ -1,6 +1,6 @@
 """Reads the TPU compiler's dump of a kernel's final VLIW schedule and counts the cycles it takes.
 
-Made by `LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true"`, `*-final_bundles.txt` has one bundle a
+With `LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true"`, `*-final_bundles.txt` has one bundle a
 line, and a core issues one bundle a cycle. Control flow is a grid loop (a software pipeline: copies run ahead of the
 work, so it takes more turns than the grid has steps), loops inside it, and branches. How often each stretch of bundles
 runs follows from the branch predicates, which are evaluated for every turn of the grid loop; what cannot be evaluated

@@ -170,7 +170,7 @@ def _rows() -> list[dict]:
 
 
 def choose_tiles(chip: str, head_size: int, queries: int, keys: int) -> tuple[Tiles, str | None]:
-    """The measured tiles nearest to the case on this chip, and what a user should know about the choice, if anything."""
+    """The measured tiles nearest to the case on this chip, and what a user should know about the choice."""
     rows = [row for row in _rows() if row["chip"] == chip]
     if not rows:
         known = ", ".join(sorted({row["chip"] for row in _rows()}))

@@ -41,9 +41,10 @@ class Tiles:
     running_keys: int
 
     def __post_init__(self) -> None:
-        parts = ((self.queries, self.inner_queries), (self.keys, self.value_keys), (self.value_keys, self.inner_keys))
-        parts += ((self.keys, self.running_keys), (self.inner_queries, LANES), (self.inner_keys, LANES))
-        if any(whole % part for whole, part in (*parts, (self.running_keys, LANES))):
+        parts = [(self.queries, self.inner_queries), (self.keys, self.value_keys), (self.value_keys, self.inner_keys)]
+        parts += [(self.keys, self.running_keys)]
+        parts += [(size, LANES) for size in (self.inner_queries, self.inner_keys, self.running_keys)]
+        if any(whole % part for whole, part in parts):
             raise ValueError(f"{self}: each inner tile must be a multiple of {LANES} and divide the tile that it cuts")
 
 
@@ -109,15 +110,14 @@ def transposed_attention(
 
 def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
     """One grid step: a block of queries against a block of keys."""
-    running_ref, *refs = refs
-    if ragged:
-        lengths_ref, _, *refs = refs
-    q_ref, k_ref, v_ref, shift_ref, *segment_refs, out_ref, maximum_ref, total_ref, acc_ref = refs
+    running_ref = refs[0]
+    lengths_ref = refs[1] if ragged else None
+    q_ref, k_ref, v_ref, shift_ref, *segment_refs, out_ref, maximum_ref, total_ref, acc_ref = refs[3 if ragged else 1 :]
     statistics = maximum_ref, total_ref, acc_ref
     group, block = pl.program_id(0), pl.program_id(2)
 
     @pl.when(block == 0)
-    def _():
+    def begin():
         maximum_ref[...] = shift_ref[...]
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
@@ -137,7 +137,7 @@ def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
             pl.when(valid < tiles.keys)(lambda: _masked(valid, q_ref, k_ref, v_ref, (), statistics, tiles))
 
     @pl.when(block == pl.num_programs(2) - 1)
-    def _():
+    def finish():
         total = total_ref[...].sum(0, keepdims=True)
         padding = -length % tiles.keys
         if not segmented and k_ref.dtype != jnp.float32 and (ragged or padding):
