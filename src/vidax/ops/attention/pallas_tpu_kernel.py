@@ -111,7 +111,6 @@ def transposed_attention(
 def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
     """One grid step: a block of queries against a block of keys."""
     running_ref = refs[0]
-    lengths_ref = refs[1] if ragged else None
     q_ref, k_ref, v_ref, shift_ref, *segment_refs, out_ref, maximum_ref, total_ref, acc_ref = refs[3 if ragged else 1 :]
     statistics = maximum_ref, total_ref, acc_ref
     group, block = pl.program_id(0), pl.program_id(2)
@@ -122,7 +121,7 @@ def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    length = lengths_ref[group] if ragged else keys
+    length = refs[1][group] if ragged else keys  # refs[2] is for the index maps
     valid = length - block * tiles.keys  # of this block's keys, if not more
     if segmented:
         _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
