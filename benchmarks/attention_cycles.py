@@ -13,9 +13,9 @@ process of its own. Tiles are compared at the first number of tokens, and the be
 
 cycles: for one head and one batch row, on one JAX device: a whole chip, except that a TPU7x chip is two devices. On v4
 and v5p the two cores of a chip share the heads, so a head takes half of a core's cycles.
-share of the bound: against the matrix units' peak for that head size. Scores contract over the head size K and the
-weighted sum has K columns, so a W x W matrix unit is filled to K / W where K < W, in both products. Padding to whole
-tiles counts as loss. A share over 100 % is an error of the meter.
+share of the bound: against the matrix units' peak for that head size. Scores contract over the head size K, so a W x W
+matrix unit is filled to K / W where K < W. The weighted sum can fill it: transposed, K rows are streamed past weights
+of W keys and W queries. Padding to whole tiles counts as loss. A share over 100 % is an error of the meter.
 
 A rival's padded keys need a mask that is not in its schedule here, and its layouts are taken as given: both favour it.
 """
@@ -75,7 +75,7 @@ class Chip:
     def bound(self, queries: int, keys: int, head_size: int) -> float:
         """Cycles that one head takes at the peak for its size."""
         filled = min(head_size / self.matrix_width, 1.0)
-        return 4 * queries * keys * head_size / (self.flops_per_cycle * filled)
+        return 2 * queries * keys * head_size * (1 / filled + 1) / self.flops_per_cycle
 
 
 V5_UNIT = MatrixUnit(multiply={"bf16": 16, "f32": 8}, push={"bf16": 4, "f32": 2})
@@ -143,12 +143,14 @@ class Kernel:
     build: the function to compile and the (shape, dtype name) of its arguments, for HEADS heads.
     candidates: tiles that suit this many queries and keys.
     all_blocks_run: it reads from memory which blocks to skip, and with a full mask it skips none.
+    scalar_read: the flag that it reads from memory.
     """
 
     build: Callable[[Case], tuple[Callable, list[tuple[int, ...]]]]
     candidates: Callable[[Case], list[Tiles]]
     fixed: bool = False  # its tiles are what it is: `--tiles` does not change them
     all_blocks_run: bool = False
+    scalar_read: int | None = None
 
 
 class CompileError(Exception):
@@ -204,21 +206,24 @@ SPLASH_TILES = [
 
 
 def build_vidax(case: Case):
-    """This package's kernel; its tiles are described in `vidax.ops.attention.pallas_tpu`."""
+    """This package's kernel; its tiles are described in `vidax.ops.attention.pallas_tpu_kernel`."""
     from vidax.ops.attention.pallas_tpu import pallas_tpu
 
-    call = functools.partial(pallas_tpu, scale=case.head_size**-0.5, tiles=case.tiles)
+    chip = CHIPS[case.chip].device_kind
+    call = functools.partial(pallas_tpu, scale=case.head_size**-0.5, tiles=case.tiles, chip=chip)
     return call, [(1, length, HEADS, case.head_size) for length in (case.queries, case.keys, case.keys)]
 
 
-VIDAX_TILES = [(512, 1024, 512), (1024, 1024, 512), (1024, 2048, 512), (1024, 2048, 1024), (2048, 2048, 512)]
+VIDAX_TILES = [(1024, 2048, 256, 256, 256, 256), (1024, 2048, 512, 256, 2048, 128), (2048, 2048, 512, 256, 2048, 128)]
 
 KERNELS = {
     # what BlockSizes.get_default gives
     "flash_default": Kernel(build=build_flash, candidates=lambda case: [(128, 128, 128)], fixed=True),
     "flash": Kernel(build=build_flash, candidates=functools.partial(fitting, FLASH_TILES)),
     "splash": Kernel(build=build_splash, candidates=functools.partial(fitting, SPLASH_TILES), all_blocks_run=True),
-    "vidax": Kernel(build=build_vidax, candidates=functools.partial(fitting, VIDAX_TILES)),
+    # heads with a bound, and heads that need a running maximum
+    "vidax": Kernel(build=build_vidax, candidates=lambda case: VIDAX_TILES, scalar_read=0),
+    "vidax_running": Kernel(build=build_vidax, candidates=lambda case: VIDAX_TILES, scalar_read=1),
 }
 
 
@@ -257,7 +262,9 @@ def worker(case: Case, folder: Path) -> None:
         files = [f for f in folder.glob(f"*-{name}-*-final_bundles.txt") if "schedule-analysis" not in f.name]
         if len(files) != 1:
             raise MeterError(f"{len(files)} schedules were dumped for {name}")
-        total += schedule_cycles(files[0].read_text(), chip.unit, all_blocks_run=kernel.all_blocks_run)
+        total += schedule_cycles(
+            files[0].read_text(), chip.unit, all_blocks_run=kernel.all_blocks_run, scalar_read=kernel.scalar_read
+        )
     print(json.dumps({"cycles": total}))
 
 

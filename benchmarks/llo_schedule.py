@@ -90,20 +90,27 @@ class Loop:
     grid: tuple[int, ...] | None  # bounds of the grid that its turns walk; None for a plain counter
 
 
-def schedule_cycles(text: str, unit: MatrixUnit, *, all_blocks_run: bool = False) -> int:
+def schedule_cycles(
+    text: str, unit: MatrixUnit, *, all_blocks_run: bool = False, scalar_read: int | None = None
+) -> int:
     """Cycles that one core takes for the kernel whose final bundles are `text`. See `stretches`."""
-    return sum(stretch.cycles for stretch in stretches(text, unit, all_blocks_run=all_blocks_run))
+    found = stretches(text, unit, all_blocks_run=all_blocks_run, scalar_read=scalar_read)
+    return sum(stretch.cycles for stretch in found)
 
 
-def stretches(text: str, unit: MatrixUnit, *, all_blocks_run: bool = False) -> list[Stretch]:
+def stretches(
+    text: str, unit: MatrixUnit, *, all_blocks_run: bool = False, scalar_read: int | None = None
+) -> list[Stretch]:
     """Every stretch of the schedule between branches and branch targets, in order.
 
     all_blocks_run: a branch whose predicate depends on data does not skip, because the caller knows that its data
     never skips work (a full mask, say). Otherwise such a branch is an error.
+    scalar_read: what every scalar that the kernel reads from memory is taken to be, if not None: for a kernel that
+    reads one flag, the flag.
     """
     bundles = parse_bundles(text)
     branches = _branches(bundles)
-    program = Program(bundles)
+    program = Program(bundles, scalar_read)
     loops = _loops(bundles, branches, program)
     cuts = {0, len(bundles)}
     cuts |= {branch.end for branch in branches} | {branch.target for branch in branches}
@@ -269,7 +276,8 @@ class Program:
     The schedule is in single-assignment form: `%s2377_s30` is the register s30, but the number before it is unique.
     """
 
-    def __init__(self, bundles: list[Bundle]):
+    def __init__(self, bundles: list[Bundle], scalar_read: int | None = None):
+        self.scalar_read = scalar_read
         self.definitions: dict[str, tuple[str, str, str]] = {}
         self.stores: dict[str, list[str]] = {}
         for bundle in bundles:
@@ -314,6 +322,8 @@ class Program:
         if opcode == "sphi":
             return _loop_index(name, comments, loop)
         if opcode == "sld":
+            if self.scalar_read is not None and not _SPILLED.match(operands):
+                return np.asarray(self.scalar_read)
             return value(self._unspilled(name))
         guard = _GUARD.match(operands)
         operands = operands[guard.end() :] if guard else operands
@@ -336,6 +346,8 @@ class Program:
         if opcode != "sld":
             return name
         spilled = _SPILLED.match(operands)
+        if not spilled and self.scalar_read is not None:
+            return name
         if not spilled:
             raise DataDependentError(f"{name} = {opcode} {operands} reads the kernel's data")
         stored = self.stores.get(spilled[1], [])

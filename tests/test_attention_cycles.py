@@ -99,17 +99,20 @@ def case(**changes) -> Case:
 
 
 def test_the_bound_allows_what_the_head_size_fills():
+    """Half of the work is at K / W of the peak, half at all of it."""
     allowed = {
         (chip, size): 4 * size / CHIPS[chip].bound(1, 1, size) for chip in ("v4", "v5e", "v6e") for size in (128, 64)
     }
-    assert allowed == {
-        ("v4", 128): 262_144,
-        ("v4", 64): 131_072,
-        ("v5e", 128): 131_072,
-        ("v5e", 64): 65_536,
-        ("v6e", 128): 262_144,
-        ("v6e", 64): 131_072,
-    }
+    assert allowed == pytest.approx(
+        {
+            ("v4", 128): 262_144,
+            ("v4", 64): 262_144 * 2 / 3,
+            ("v5e", 128): 131_072,
+            ("v5e", 64): 131_072 * 2 / 3,
+            ("v6e", 128): 524_288 * 2 / 3,
+            ("v6e", 64): 524_288 * 2 / 5,
+        }
+    )
 
 
 def test_a_share_over_the_bound_is_an_error_of_the_meter():

@@ -1,104 +1,36 @@
-"""Operations against numpy in float64. `CASES` is the one list of attention cases that every implementation runs."""
+"""Operations against numpy in float64."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import CASES, TOLERANCE, Case, attention_in_float64, relative_error
 
 from vidax.models.towers.t5 import relative_buckets
 from vidax.ops import conv
 from vidax.ops.attention import REFERENCE_SCORE_BYTES, attention, choose
 from vidax.ops.attention.chunked import chunked
+from vidax.ops.attention.reference import reference
 from vidax.ops.conv import conv3d
 from vidax.ops.rope import axis_angles, grid_table, rotate
 
 # Attention
 
-TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}  # of the largest value; measured: 1.7e-6 and 5e-3
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Attention of 2 samples and 2 heads. magnitude: standard deviation of queries and keys."""
-
-    queries: int
-    keys: int
-    head_size: int = 64
-    dtype: str = "float32"
-    kv_lengths: tuple[int, int] | None = None
-    magnitude: float = 1.0
-
-    def __str__(self) -> str:
-        lengths = f" of {self.kv_lengths[0]} and {self.kv_lengths[1]}" if self.kv_lengths else ""
-        large = f", magnitude {self.magnitude:g}" if self.magnitude != 1 else ""
-        return f"{self.queries} to {self.keys}{lengths}, {self.head_size}, {self.dtype}{large}"
-
-    @functools.cached_property
-    def inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        random = np.random.RandomState(0)
-        q, k, v = (random.standard_normal((2, s, 2, self.head_size)) for s in (self.queries, self.keys, self.keys))
-        return tuple(jnp.asarray(x, self.dtype) for x in (q * self.magnitude, k * self.magnitude, v))
-
-    @property
-    def lengths(self) -> jax.Array | None:
-        return None if self.kv_lengths is None else jnp.asarray(self.kv_lengths)
-
-    @functools.cached_property
-    def expected(self) -> np.ndarray:
-        return attention_in_float64(*self.inputs, lengths=self.kv_lengths, scale=self.head_size**-0.5)
-
-
-CASES = [
-    *(Case(length, length) for length in (1, 127, 128, 129, 257, 1000)),
-    *(Case(length, length, 128) for length in (129, 1000)),
-    *(Case(length, 512, 128) for length in (1, 257, 1000)),  # cross-attention
-    Case(1000, 1000, 128, "bfloat16"),
-    Case(257, 512, 128, "bfloat16"),
-    Case(129, 129, 64, "bfloat16"),
-    Case(257, 257, kv_lengths=(1, 129)),
-    Case(257, 512, 128, kv_lengths=(512, 37)),
-    Case(1000, 1000, kv_lengths=(999, 512)),
-    Case(127, 512, 128, "bfloat16", (511, 3)),
-    Case(257, 257, magnitude=10),  # scores of hundreds: only a subtracted maximum keeps the exponentials finite
-    Case(257, 257, 128, "bfloat16", magnitude=30),
-]
-
-
-def attention_in_float64(q, k, v, *, lengths=None, bias=0.0, scale: float) -> np.ndarray:
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    scores = np.einsum("blnk,bsnk->bnls", q, k) * scale + bias
-    if lengths is not None:
-        scores[np.broadcast_to(np.arange(k.shape[1]) >= np.reshape(lengths, (-1, 1, 1, 1)), scores.shape)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bnls,bsnk->blnk", weights / weights.sum(-1, keepdims=True), v)
-
-
-def relative_error(ours, expected: np.ndarray) -> float:
-    assert ours.shape == expected.shape
-    return float(np.abs(np.asarray(ours, np.float64) - expected).max() / np.abs(expected).max())
-
-
-def in_small_chunks(q, k, v, *, kv_lengths=None):
-    """`chunked` with blocks so small that these cases have several, the last of them not full."""
-    return chunked(q, k, v, kv_lengths=kv_lengths, scale=q.shape[-1] ** -0.5, query_block=100, key_block=200)
-
-
+# Blocks so small that these cases have several, the last of them not full
 IMPLEMENTATIONS = {
-    "reference": jax.jit(functools.partial(attention, impl="reference")),
-    "chunked": jax.jit(in_small_chunks),
+    "reference": jax.jit(reference, static_argnames="scale"),
+    "chunked": jax.jit(functools.partial(chunked, query_block=100, key_block=200), static_argnames="scale"),
 }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_attention(name, case):
-    out = IMPLEMENTATIONS[name](*case.inputs, kv_lengths=case.lengths)
+    out = IMPLEMENTATIONS[name](*case.inputs, **case.options, scale=case.scale)
     assert out.dtype == case.dtype
-    # Scores are rounded relative to their size, and the exponential makes of it a relative error. Measured: 8e-8.
-    assert relative_error(out, case.expected) < TOLERANCE[case.dtype] + 5e-7 * case.magnitude**2
+    assert relative_error(out, case.expected) < case.tolerance
 
 
 def test_chunked_with_its_own_blocks():
@@ -112,8 +44,9 @@ def test_keys_beyond_a_length_are_not_read():
     q, k, v = case.inputs
     beyond = jnp.arange(257)[:, None, None] >= case.lengths[:, None, None, None]
     for implementation in IMPLEMENTATIONS.values():
-        wild = implementation(q, jnp.where(beyond, 1e4, k), jnp.where(beyond, 1e4, v), kv_lengths=case.lengths)
-        np.testing.assert_array_equal(wild, implementation(q, k, v, kv_lengths=case.lengths))
+        attend = functools.partial(implementation, kv_lengths=case.lengths, scale=case.scale)
+        wild = attend(q, jnp.where(beyond, 1e4, k), jnp.where(beyond, 1e4, v))
+        np.testing.assert_array_equal(wild, attend(q, k, v))
 
 
 def test_bias_and_scale():

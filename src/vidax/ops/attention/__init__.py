@@ -70,7 +70,10 @@ def choose(
     why = f"scores would take {score_bytes / 1e9:.2f} GB at once"
     platform, _ = kind_in_force()
     if platform == "tpu" and dtype == jnp.bfloat16:
-        return Choice(name="pallas_tpu", reason=why)
+        limit = f"2^{pallas.MAXIMUM_GAP:.0f}"
+        return Choice(
+            name="pallas_tpu", reason=f"{why}; heads whose weights may span more than {limit} take a running maximum"
+        )
     if platform in ("gpu", "cuda") and dtype in HALF and size <= CUDNN_HEAD_SIZE and not segments:
         return Choice(name="cudnn", reason=why)
     return Choice(name="chunked", reason=why)

@@ -15,9 +15,20 @@ KEY_BLOCK = 1024
 
 
 def chunked(
-    q, k, v, *, kv_lengths=None, scale: float, query_block: int = QUERY_BLOCK, key_block: int = KEY_BLOCK
+    q,
+    k,
+    v,
+    *,
+    kv_lengths=None,
+    segments=None,
+    scale: float,
+    query_block: int = QUERY_BLOCK,
+    key_block: int = KEY_BLOCK,
 ) -> jax.Array:
-    """See `vidax.ops.attention.attention`. Memory grows with query_block * key_block, not with L * S."""
+    """See `vidax.ops.attention.attention`. Memory grows with query_block * key_block, not with L * S.
+
+    segments: as for `reference`.
+    """
     batch, length, heads, size = q.shape
     keys = k.shape[1]
     precision = precision_of(q.dtype)
@@ -25,16 +36,22 @@ def chunked(
     limit = jnp.full((batch,), keys) if kv_lengths is None else jnp.minimum(kv_lengths, keys)
     k_blocks, v_blocks = _blocks(k, key_block), _blocks(v, key_block)
     starts = jnp.arange(k_blocks.shape[0]) * key_block
+    query_segments, key_segments = segments or (jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
+    query_segments, key_segments = _rows(query_segments, query_block), _rows(key_segments, key_block)
 
-    def attend(block):  # [B N query_block K]
+    def attend(inputs):
+        block, own = inputs  # [B N query_block K], [B query_block]
+
         def accumulate(carry, inputs):
             maximum, total, out = carry
-            start, k_block, v_block = inputs
+            start, k_block, v_block, others = inputs
             scores = jnp.einsum(
                 "bnqk,bnsk->bnqs", block, k_block, precision=precision, preferred_element_type=jnp.float32
             )
-            valid = start + jnp.arange(key_block) < limit[:, None]
-            scores = jnp.where(valid[:, None, None, :], scores * scale, MASKED)
+            valid = (start + jnp.arange(key_block) < limit[:, None])[:, None, :]
+            if segments is not None:
+                valid = valid & (own[:, :, None] == others[:, None, :])
+            scores = jnp.where(valid[:, None], scores * scale, MASKED)
             new_maximum = jnp.maximum(maximum, scores.max(-1))
             weights = jnp.exp(scores - new_maximum[..., None])
             decay = jnp.exp(maximum - new_maximum)
@@ -49,10 +66,10 @@ def chunked(
 
         rows = (batch, heads, query_block)
         empty = (jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, size)))
-        (_, total, out), _ = jax.lax.scan(accumulate, empty, (starts, k_blocks, v_blocks))
+        (_, total, out), _ = jax.lax.scan(accumulate, empty, (starts, k_blocks, v_blocks, key_segments))
         return (out / total[..., None]).astype(v.dtype)
 
-    out = jax.lax.map(attend, _blocks(q, query_block))  # [blocks B N query_block K]
+    out = jax.lax.map(attend, (_blocks(q, query_block), query_segments))  # [blocks B N query_block K]
     out = out.transpose(1, 0, 3, 2, 4).reshape(batch, -1, heads, size)
     return out[:, :length]
 
@@ -62,3 +79,9 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
     batch, length, heads, size = x.shape
     x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
     return x.reshape(batch, -1, block, heads, size).transpose(1, 0, 3, 2, 4)
+
+
+def _rows(x: jax.Array, block: int) -> jax.Array:
+    """[B L] to [blocks, B, block], zero-padded at the end."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)))
+    return x.reshape(x.shape[0], -1, block).transpose(1, 0, 2)

@@ -11,12 +11,12 @@ queries and keys. Where r of any query exceeds MAXIMUM_GAP the head takes a runn
 device for each batch row and head (`guarded_heads`).
 """
 
-import dataclasses
 import functools
 import json
 import math
 import warnings
 from importlib import resources
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ HEAD_SIZE_STEP = 64  # head sizes are padded to a multiple of it
 # 2^20 stay below float32's 2^127, and what falls below its 2^-126 is less than 2^-46 of its row's largest.
 MAXIMUM_GAP = 160.0
 
-CONSERVATIVE = Tiles(queries=512, keys=1024, inner_queries=256, inner_keys=128, value_keys=128)
+CONSERVATIVE = Tiles(queries=512, keys=1024, inner_queries=256, inner_keys=128, value_keys=128, running_keys=128)
 MIB = 1 << 20
 # What the kernel may take of a core's VMEM, which is 16 MiB on v4 and 64 or 128 on the others.
 VMEM_LIMIT_BYTES = {"TPU v4": 14 * MIB, "TPU v5 lite": 48 * MIB, "TPU v5": 48 * MIB, "TPU v6 lite": 48 * MIB}
@@ -40,20 +40,12 @@ ORDERS = (0, 2, 3, 1), (0, 2, 1, 3), (0, 2, 3, 1)  # of q (and the result), k an
 KERNELS = ("bounded", "running")
 
 
-def pallas_tpu(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float,
-    **options,
-) -> jax.Array:
+def pallas_tpu(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, **options: Any) -> jax.Array:
     """See `vidax.ops.attention.attention`, on one device: q [B L N K]; k, v [B S N K], bfloat16 or float32. q is scaled
     in float32 and rounded once to k's dtype. Options as in `attend`. Returns v's dtype.
     """
-    q = scaled(q, scale, k.dtype).transpose(0, 2, 3, 1)
-    out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 3, 1), **options)
-    return out.transpose(0, 3, 1, 2)
+    q, k, v = (x.transpose(order) for x, order in zip((scaled(q, scale, k.dtype), k, v), ORDERS, strict=True))
+    return attend(q, k, v, **options).transpose(0, 3, 1, 2)
 
 
 def attend(
@@ -68,7 +60,7 @@ def attend(
     chip: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention in the kernel's layouts: q [B N K L] that is `scaled`, k [B N S K], v [B N K S]; [B N K L] returned.
+    """Attention in the kernel's layouts: q [B N K L], `scaled`; k [B N S K]; v [B N K S]. Returns [B N K L].
 
     segments: (query segments [B L], key segments [B S]), int32: a query sees the keys of its own segment, of which
     there must be one. A row's sum and output are float32.
@@ -87,37 +79,40 @@ def attend(
     tiles = tiles if isinstance(tiles, Tiles) else Tiles(*tiles)
     tiles = fit(tiles, length, keys, k.dtype.itemsize)
 
-    lengths = jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys)
+    lengths = _lengths(kv_lengths, k)
+    mean = mean_key(k, lengths)
     if kernel == "running" or segments is not None:
         running = jnp.ones((batch, heads), jnp.int32)
         shift = jnp.full((batch, heads, length), MASKED, jnp.float32)
     else:
-        centre, gap = bounds(q, k, lengths)
+        centre, gap = bounds(q, k, mean, lengths)
         guarded = (gap > MAXIMUM_GAP).any(-1)
         running = guarded.astype(jnp.int32)
         shift = jnp.where(guarded[..., None], MASKED, centre + gap / 2)
 
-    def laid_out(x, tokens_axis, step):
-        widths = [(0, 0)] * 4
-        widths[tokens_axis] = (0, -x.shape[tokens_axis] % step)
-        widths[5 - tokens_axis] = (0, -size % HEAD_SIZE_STEP)
-        x = jnp.pad(x, widths)
-        return x.reshape(batch * heads, *x.shape[2:])
-
-    shift = jnp.pad(shift, ((0, 0), (0, 0), (0, -length % tiles.queries))).reshape(batch * heads, 1, -1)
+    filling = mean[:, :, None].astype(k.dtype)
+    if kv_lengths is not None:
+        valid = jnp.arange(keys) < lengths[:, None]
+        k = jnp.where(valid[:, None, :, None], k, filling)
+        v = jnp.where(valid[:, None, None, :], v, 0)
+    if padding := -keys % tiles.keys:
+        k = jnp.concatenate([k, jnp.broadcast_to(filling, (batch, heads, padding, size))], 2)
+    k, v = _pad(k, 3, HEAD_SIZE_STEP), _pad(_pad(v, 3, tiles.keys), 2, HEAD_SIZE_STEP)
+    q, shift = _pad(_pad(q, 3, tiles.queries), 2, HEAD_SIZE_STEP), _pad(shift, 2, tiles.queries)
     if segments is not None:
         query_segments, key_segments = (jnp.asarray(x, jnp.int32) for x in segments)
-        query_segments = jnp.pad(query_segments, ((0, 0), (0, -length % tiles.queries)))[:, None, :]
-        key_segments = jnp.pad(key_segments, ((0, 0), (0, -keys % tiles.keys)))[:, :, None]
-        segments = query_segments, key_segments
+        query_segments = _pad(query_segments, 1, tiles.queries)[:, None, :]
+        segments = query_segments, _pad(key_segments, 1, tiles.keys)[:, :, None]
+
     out = transposed_attention(
-        laid_out(q, 3, tiles.queries),
-        laid_out(k, 2, tiles.keys),
-        laid_out(v, 3, tiles.keys),
-        shift,
+        q.reshape(batch * heads, *q.shape[2:]),
+        k.reshape(batch * heads, *k.shape[2:]),
+        v.reshape(batch * heads, *v.shape[2:]),
+        shift.reshape(batch * heads, 1, -1),
         running.reshape(-1),
-        lengths.astype(jnp.int32),
         segments,
+        None if kv_lengths is None else jnp.repeat(lengths, heads),
+        keys=keys,
         heads=heads,
         tiles=tiles,
         vmem_limit_bytes=VMEM_LIMIT_BYTES.get(chip, min(VMEM_LIMIT_BYTES.values())),
@@ -126,17 +121,38 @@ def attend(
     return out.reshape(batch, heads, *out.shape[1:])[:, :, :size, :length]
 
 
+def _pad(x: jax.Array, axis: int, step: int) -> jax.Array:
+    """Zeros at the end of an axis, up to a multiple of `step`."""
+    return jnp.pad(x, [(0, -n % step if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+def _lengths(kv_lengths: jax.Array | None, k: jax.Array) -> jax.Array:
+    """[B], of keys [B N S K]."""
+    batch, _, keys, _ = k.shape
+    return (
+        jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths.astype(jnp.int32), 1, keys)
+    )
+
+
 def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
     """Queries whose products with keys are scores in powers of two."""
     return (q.astype(jnp.float32) * (scale * LOG2_E)).astype(dtype)
 
 
-def bounds(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _valid(k: jax.Array, lengths: jax.Array) -> jax.Array:
+    return (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
+
+
+def mean_key(k: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[B N K] in float32, of keys [B N S K]."""
+    total = jnp.where(_valid(k, lengths), k.astype(jnp.float32), 0).sum(2)
+    return total / lengths[:, None, None].astype(jnp.float32)
+
+
+def bounds(q: jax.Array, k: jax.Array, mean: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """q.kbar and r, both [B N L] in float32, for q and k of `attend`; keys beyond the lengths do not count."""
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)  # converted inside the passes below, not stored
-    valid = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
-    mean = jnp.where(valid, k, 0).sum(2) / lengths[:, None, None].astype(jnp.float32)
-    distance = jnp.where(valid, k - mean[:, :, None], 0)
+    distance = jnp.where(_valid(k, lengths), k - mean[:, :, None], 0)
     radius = jnp.sqrt(jnp.square(distance).sum(-1).max(-1))
     # Products and sums in float32 on the vector unit: a matrix unit would gain nothing on one column.
     centre = (q * mean[..., None]).sum(2)
@@ -145,10 +161,13 @@ def bounds(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple[jax.Array, j
 
 
 def guarded_heads(q, k, *, kv_lengths: jax.Array | None = None, scale: float) -> jax.Array:
-    """Which heads, [B N], the "bounded" kernel gives a running maximum: those whose scores may span too much."""
-    lengths = jnp.full((k.shape[0],), k.shape[1]) if kv_lengths is None else jnp.clip(kv_lengths, 1, k.shape[1])
-    q, k = scaled(q, scale, k.dtype).transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3)
-    return (bounds(q, k, lengths)[1] > MAXIMUM_GAP).any(-1)
+    """Which heads, [B N], the "bounded" kernel gives a running maximum: those whose scores may span too much. q and k
+    as in `pallas_tpu`.
+    """
+    q, k = (x.transpose(order) for x, order in zip((scaled(q, scale, k.dtype), k), ORDERS, strict=False))
+    lengths = _lengths(kv_lengths, k)
+    _, gap = bounds(q, k, mean_key(k, lengths), lengths)
+    return (gap > MAXIMUM_GAP).any(-1)
 
 
 @functools.cache
@@ -158,7 +177,7 @@ def _rows() -> list[dict]:
 
 
 def choose_tiles(chip: str, head_size: int, queries: int, keys: int) -> tuple[Tiles, str | None]:
-    """The measured tiles nearest to the case on this chip, and what a user should know about them, if anything."""
+    """The measured tiles nearest to the case on this chip, and what a user should know about the choice."""
     row = nearest(chip, head_size, queries, keys)
     if row is None:
         known = ", ".join(sorted({row["chip"] for row in _rows()}))
@@ -176,6 +195,13 @@ def nearest(chip: str, head_size: int, queries: int, keys: int) -> dict | None:
     return min((row for row in _rows() if row["chip"] == chip), key=distance, default=None)
 
 
+def measured_cycles(chip: str, head_size: int, queries: int, keys: int) -> float:
+    """Cycles of a chip for one head and one batch row: the nearest measured row, scaled by queries x keys."""
+    row = nearest(chip, head_size, queries, keys)
+    assert row is not None, chip
+    return row["cycles"] * queries * keys / (row["tokens"] * row["keys"])
+
+
 def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
     """The tiles cut down to the lengths and to the operands' size.
 
@@ -185,9 +211,8 @@ def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
     query, inner_queries = _even(queries, tiles.queries, tiles.inner_queries)
     key, inner_keys = _even(keys, limit, tiles.inner_keys)
     value = key if tiles.value_keys >= tiles.keys or key % tiles.value_keys else tiles.value_keys
-    return dataclasses.replace(
-        tiles, queries=query, keys=key, inner_queries=inner_queries, inner_keys=inner_keys, value_keys=value
-    )
+    running = inner_keys if key % tiles.running_keys else tiles.running_keys
+    return Tiles(query, key, inner_queries, inner_keys, value, running)
 
 
 def _even(length: int, tile: int, inner: int) -> tuple[int, int]:
@@ -200,10 +225,3 @@ def _even(length: int, tile: int, inner: int) -> tuple[int, int]:
     even = -(-length // (blocks * inner)) * inner
     exact = (size for size in range(even, tile // 2 - 1, -inner) if length % size == 0)
     return next(exact, even), inner
-
-
-def measured_cycles(chip: str, head_size: int, queries: int, keys: int) -> float:
-    """Cycles of a chip for one head and one batch row: the nearest measured row, scaled by queries x keys."""
-    row = nearest(chip, head_size, queries, keys)
-    assert row is not None, chip
-    return row["cycles"] * queries * keys / (row["tokens"] * row["keys"])

@@ -29,7 +29,8 @@ class Tiles:
 
     queries, keys: what one grid step holds in VMEM. inner_queries, inner_keys: one product of keys and queries.
     value_keys: the depth of one product with the values; up to `keys`, which lets a 256-deep matrix unit fill.
-    Each of them divides the one that it cuts: `queries`; `keys`, `value_keys`; `keys`.
+    running_keys: the depth of both products between two looks at the maximum, for heads that need a running one.
+    inner_queries divides queries, inner_keys divides value_keys, value_keys and running_keys divide keys.
     """
 
     queries: int
@@ -37,49 +38,59 @@ class Tiles:
     inner_queries: int
     inner_keys: int
     value_keys: int
+    running_keys: int
 
     def __post_init__(self) -> None:
-        pairs = ((self.queries, self.inner_queries), (self.keys, self.value_keys), (self.value_keys, self.inner_keys))
-        if any(whole % part for whole, part in pairs) or self.inner_queries % LANES or self.inner_keys % LANES:
+        parts = [(self.queries, self.inner_queries), (self.keys, self.value_keys), (self.value_keys, self.inner_keys)]
+        parts += [(self.keys, self.running_keys)]
+        parts += [(size, LANES) for size in (self.inner_queries, self.inner_keys, self.running_keys)]
+        if any(whole % part for whole, part in parts):
             raise ValueError(f"{self}: each inner tile must be a multiple of {LANES} and divide the tile that it cuts")
 
 
 def transposed_attention(
-    q, k, v, shift, running, lengths, segments, *, heads: int, tiles: Tiles, vmem_limit_bytes: int, interpret=False
+    q, k, v, shift, running, segments, lengths, *, keys: int, heads: int, tiles: Tiles, vmem_limit_bytes: int, interpret
 ) -> jax.Array:
     """Softmax over keys of exp2(scores), times values. Queries are already scaled.
 
-    q [G K L], k [G S K], v [G K S], L and S multiples of the tiles. shift [G 1 L], float32: subtracted from the
-    scores of heads whose `running` is 0; MASKED for the others, which find their maximum as they go.
-    running [G] int32. lengths [B] int32, at least 1: keys at and beyond it are ignored.
+    q [G K L], k [G S K], v [G K S], L and S multiples of the tiles. keys: how many of the S are keys, not padding.
+    shift [G 1 L], float32: subtracted from the scores of heads whose `running` [G] is 0; MASKED for the others, which
+    find their maximum as they go. lengths: None, or [G] int32, at least 1: keys at and beyond it are ignored.
+    Those and the padding must be the mean of the others, and their values 0: unless the keys are float32, no score is
+    masked. The mean key's weight is at most the mean weight, so that the sum of weights, less that of the padding,
+    loses few bits to cancellation: those of padding / length.
     segments: None, or (query segments [B 1 L], key segments [B S 1]); then every head is taken as running.
     Returns [G K L] in v's dtype.
     """
-    (groups, size, length), keys = q.shape, k.shape[1]
-    step = _masked_step if segments is not None else _step
-    body = functools.partial(_kernel, step=step, heads=heads, tiles=tiles)
+    groups, size, length = q.shape
+    scalars = [running]
+    if lengths is not None:
+        scalars += [lengths, (lengths - 1) // tiles.keys]
 
-    def key_block(g, j, lengths_ref):  # blocks wholly beyond the length are not fetched: the last one is kept
-        return jnp.minimum(j, (lengths_ref[g // heads] - 1) // tiles.keys)
+    def key_block(g, j, *scalar_refs):  # blocks wholly beyond a length are not fetched: the last one stays
+        return j if lengths is None else jnp.minimum(j, scalar_refs[2][g])
 
     in_specs = [
         pl.BlockSpec((None, size, tiles.queries), lambda g, i, j, *_: (g, 0, i)),
-        pl.BlockSpec((None, tiles.keys, size), lambda g, i, j, lengths, _: (g, key_block(g, j, lengths), 0)),
-        pl.BlockSpec((None, size, tiles.keys), lambda g, i, j, lengths, _: (g, 0, key_block(g, j, lengths))),
+        pl.BlockSpec((None, tiles.keys, size), lambda g, i, j, *refs: (g, key_block(g, j, *refs), 0)),
+        pl.BlockSpec((None, size, tiles.keys), lambda g, i, j, *refs: (g, 0, key_block(g, j, *refs))),
         pl.BlockSpec((None, 1, tiles.queries), lambda g, i, j, *_: (g, 0, i)),
     ]
     operands = [q, k, v, shift]
     if segments is not None:
         in_specs += [
             pl.BlockSpec((None, 1, tiles.queries), lambda g, i, j, *_: (g // heads, 0, i)),
-            pl.BlockSpec((None, tiles.keys, 1), lambda g, i, j, lengths, _: (g // heads, key_block(g, j, lengths), 0)),
+            pl.BlockSpec((None, tiles.keys, 1), lambda g, i, j, *refs: (g // heads, key_block(g, j, *refs), 0)),
         ]
         operands += segments
+    body = functools.partial(
+        _kernel, keys=keys, ragged=lengths is not None, segmented=segments is not None, tiles=tiles
+    )
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(groups, length // tiles.queries, keys // tiles.keys),
+            num_scalar_prefetch=len(scalars),
+            grid=(groups, length // tiles.queries, k.shape[1] // tiles.keys),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((None, size, tiles.queries), lambda g, i, j, *_: (g, 0, i)),
             scratch_shapes=[
@@ -94,49 +105,45 @@ def transposed_attention(
         ),
         interpret=interpret,
         name="vidax_attention",
-    )(lengths, running, *operands)
+    )(*scalars, *operands)
 
 
-def _kernel(lengths_ref, running_ref, *refs, step, heads, tiles):
+def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
     """One grid step: a block of queries against a block of keys."""
-    *inputs, out_ref, maximum_ref, total_ref, acc_ref = refs
-    q_ref, k_ref, v_ref, shift_ref, *segment_refs = inputs
+    running_ref = refs[0]
+    q_ref, k_ref, v_ref, shift_ref, *segment_refs, out_ref, maximum_ref, total_ref, acc_ref = refs[3 if ragged else 1 :]
     statistics = maximum_ref, total_ref, acc_ref
     group, block = pl.program_id(0), pl.program_id(2)
 
     @pl.when(block == 0)
-    def _():
+    def begin():
         maximum_ref[...] = shift_ref[...]
         total_ref[...] = jnp.zeros_like(total_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    valid = lengths_ref[group // heads] - block * tiles.keys  # keys from the block's start up to the length
-    step(running_ref[group], valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
+    length = refs[1][group] if ragged else keys  # refs[2] is for the index maps
+    valid = length - block * tiles.keys  # of this block's keys, if not more
+    if segmented:
+        _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
+    else:
+        masked = k_ref.dtype == jnp.float32 and (ragged or keys % tiles.keys > 0)
+        # Otherwise padded keys take part, as means of the keys, and the end takes them out.
+        run = (valid >= tiles.keys) if masked else (valid > 0) if ragged else True
+        running = running_ref[group] != 0
+        pl.when(run & jnp.logical_not(running))(lambda: _bounded(q_ref, k_ref, v_ref, statistics, tiles))
+        pl.when(run & running)(lambda: _running(q_ref, k_ref, v_ref, statistics, tiles))
+        if masked:
+            pl.when(valid < tiles.keys)(lambda: _masked(valid, q_ref, k_ref, v_ref, (), statistics, tiles))
 
     @pl.when(block == pl.num_programs(2) - 1)
-    def _():
+    def finish():
         total = total_ref[...].sum(0, keepdims=True)
+        padding = -length % tiles.keys
+        if not segmented and k_ref.dtype != jnp.float32 and (ragged or padding):
+            last = tiles.keys - 2 * SUBLANES
+            weight = jnp.exp2(_product(k_ref[last:], q_ref[...])[-1:] - maximum_ref[...])
+            total -= jnp.asarray(padding, jnp.float32) * weight
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
-
-
-def _step(running, valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles):
-    full = valid >= tiles.keys
-
-    @pl.when(full & (running == 0))
-    def _():
-        _bounded(q_ref, k_ref, v_ref, statistics, tiles)
-
-    @pl.when(full & (running != 0))
-    def _():
-        _running(q_ref, k_ref, v_ref, statistics, tiles)
-
-    @pl.when(jnp.logical_not(full))
-    def _():
-        _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
-
-
-def _masked_step(running, valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles):
-    _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
 
 
 def _product(a, b):
@@ -166,37 +173,40 @@ def _bounded(q_ref, k_ref, v_ref, statistics, tiles):
 
 
 def _running(q_ref, k_ref, v_ref, statistics, tiles):
-    """Heads without a bound: the maximum so far is raised by every `value_keys` keys."""
+    """Heads without a bound: the maximum so far is raised by every `running_keys` keys.
+
+    Queries are looped over, not unrolled as above, to halve the program and its compile time for what should be rare.
+    """
     maximum_ref, total_ref, acc_ref = statistics
-    for query in range(0, tiles.queries, tiles.inner_queries):
-        columns = slice(query, query + tiles.inner_queries)
+    width = tiles.inner_queries
+
+    def one(index, carry):
+        columns = pl.ds(pl.multiple_of(index * width, width), width)
         q, maximum = q_ref[:, columns], maximum_ref[:, columns]
         total, acc = total_ref[:, columns], acc_ref[:, columns]
-        for start in range(0, tiles.keys, tiles.value_keys):
-            scores = [
-                _product(k_ref[key : key + tiles.inner_keys], q)
-                for key in range(start, start + tiles.value_keys, tiles.inner_keys)
-            ]
-            highest = functools.reduce(jnp.maximum, (_by_registers(part, jnp.max) for part in scores))
-            new_maximum = jnp.maximum(maximum, highest.max(0, keepdims=True))
+        for key in range(0, tiles.keys, tiles.running_keys):
+            rows = slice(key, key + tiles.running_keys)
+            scores = _product(k_ref[rows], q)
+            new_maximum = jnp.maximum(maximum, _by_registers(scores, jnp.max).max(0, keepdims=True))
             decay = jnp.exp2(maximum - new_maximum)
-            total, maximum, weights = total * decay, new_maximum, []
-            for scored in scores:
-                part = jnp.exp2(scored - new_maximum)
-                total += _by_registers(part, jnp.sum)
-                weights.append(part.astype(v_ref.dtype))
-            acc = acc * decay + _product(v_ref[:, start : start + tiles.value_keys], jnp.concatenate(weights))
+            weights = jnp.exp2(scores - new_maximum)
+            total = total * decay + _by_registers(weights, jnp.sum)
+            acc = acc * decay + _product(v_ref[:, rows], weights.astype(v_ref.dtype))
+            maximum = new_maximum
         maximum_ref[:, columns], total_ref[:, columns], acc_ref[:, columns] = maximum, total, acc
+        return carry
+
+    lax.fori_loop(0, tiles.queries // width, one, 0)
 
 
 def _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles):
-    """A block with keys to leave out. Compact rather than fast: it runs once per block of queries.
+    """A block with keys to leave out, one by one. Compact rather than fast.
 
     Raises the maximum, which is right for both kinds of heads: a shift is a first maximum as good as any.
     """
     maximum_ref, total_ref, acc_ref = statistics
     depth, width = tiles.inner_keys, tiles.inner_queries
-    chunks = jnp.clip((valid + depth - 1) // depth, 0, tiles.keys // depth)
+    chunks = jnp.minimum((valid + depth - 1) // depth, tiles.keys // depth)  # none if the length is before the block
 
     def one(index, carry):
         chunk, query = index % chunks, index // chunks  # keys fastest
