@@ -117,7 +117,7 @@ def test_tiles_of_known_and_unknown_chips():
             assert note is None and list(vars(found).values()) == row["tiles"]
     tiles, note = choose_tiles("TPU v9", 128, 75_600, 75_600)
     assert tiles == CONSERVATIVE
-    assert "attention tiles are not tuned for 'TPU v9'" in note and "TPU v5 lite" in note
+    assert "attention tiles are not tuned for 'TPU v9'" in note and "TPU v6 lite" in note
     with pytest.warns(UserWarning, match="not tuned for 'TPU v9'"):
         jax.eval_shape(functools.partial(pallas_tpu, scale=1.0, chip="TPU v9", interpret=True), *Case(1, 1).inputs)
 

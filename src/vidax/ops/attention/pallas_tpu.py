@@ -207,9 +207,9 @@ def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
 
     Blocks are made equal, so that the last one is not mostly padding: 2,100 keys in tiles of 2,048 are two of 1,152.
     """
-    limit = tiles.keys if itemsize <= 2 else max(tiles.keys // 2, tiles.inner_keys)
-    query, inner_queries = _even(queries, tiles.queries, tiles.inner_queries)
-    key, inner_keys = _even(keys, limit, tiles.inner_keys)
+    shrink = itemsize // 2  # float32 operands take twice the memory, and six times the program
+    query, inner_queries = _even(queries, max(tiles.queries // shrink, tiles.inner_queries), tiles.inner_queries)
+    key, inner_keys = _even(keys, max(tiles.keys // shrink, tiles.inner_keys), tiles.inner_keys)
     value = key if tiles.value_keys >= tiles.keys or key % tiles.value_keys else tiles.value_keys
     running = inner_keys if key % tiles.running_keys else tiles.running_keys
     return Tiles(query, key, inner_queries, inner_keys, value, running)
