@@ -213,7 +213,7 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
 
 def trips(condition: list[str]) -> int:
     """How often a loop runs whose condition is `index < constant` (from 0, as `jax.lax.scan` makes it)."""
-    numbers = re.findall(r"= s32\[\]\S* constant\((\d+)\)", "\n".join(condition))
+    numbers = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
     if len(numbers) != 1 or not any("direction=LT" in line for line in condition):
         raise ValueError(f"a loop whose number of turns is not understood: {condition}")
     return int(numbers[0])

@@ -98,11 +98,10 @@ def attend(
     if padding := -keys % tiles.keys:
         k = jnp.concatenate([k, jnp.broadcast_to(filling, (batch, heads, padding, size))], 2)
     k, v = _pad(k, 3, HEAD_SIZE_STEP), _pad(_pad(v, 3, tiles.keys), 2, HEAD_SIZE_STEP)
-    q, shift = _pad(_pad(q, 3, tiles.queries), 2, HEAD_SIZE_STEP), _pad(shift, 2, tiles.queries)
+    q = _pad(q, 2, HEAD_SIZE_STEP)
     if segments is not None:
         query_segments, key_segments = (jnp.asarray(x, jnp.int32) for x in segments)
-        query_segments = _pad(query_segments, 1, tiles.queries)[:, None, :]
-        segments = query_segments, _pad(key_segments, 1, tiles.keys)[:, :, None]
+        segments = query_segments[:, None, :], _pad(key_segments, 1, tiles.keys)[:, :, None]
 
     out = transposed_attention(
         q.reshape(batch * heads, *q.shape[2:]),
@@ -118,7 +117,7 @@ def attend(
         vmem_limit_bytes=VMEM_LIMIT_BYTES.get(chip, min(VMEM_LIMIT_BYTES.values())),
         interpret=interpret,
     )
-    return out.reshape(batch, heads, *out.shape[1:])[:, :, :size, :length]
+    return out.reshape(batch, heads, *out.shape[1:])[:, :, :size]
 
 
 def _pad(x: jax.Array, axis: int, step: int) -> jax.Array:
@@ -216,12 +215,7 @@ def fit(tiles: Tiles, queries: int, keys: int, itemsize: int = 2) -> Tiles:
 
 
 def _even(length: int, tile: int, inner: int) -> tuple[int, int]:
-    """The tile, at most as given, that covers the length in equal blocks of whole inner tiles; and the inner tile.
-
-    A tile down to half the size is preferred if it divides the length: padding is a copy of the operand.
-    """
+    """The tile, at most as given, that covers the length in equal blocks of whole inner tiles; and the inner tile."""
     inner = min(inner, -(-length // LANES) * LANES)
     blocks = -(-length // tile)
-    even = -(-length // (blocks * inner)) * inner
-    exact = (size for size in range(even, tile // 2 - 1, -inner) if length % size == 0)
-    return next(exact, even), inner
+    return -(-length // (blocks * inner)) * inner, inner

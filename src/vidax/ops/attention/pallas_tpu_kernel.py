@@ -55,7 +55,8 @@ def transposed_attention(
 ) -> jax.Array:
     """Softmax over keys of exp2(scores), times values. Queries are already scaled.
 
-    q [G K L], k [G S K], v [G K S], L and S multiples of the tiles. keys: how many of the S are keys, not padding.
+    q [G K L], k [G S K], v [G K S], S a multiple of the tile: of queries, what the last block has too many is
+    computed and not written. keys: how many of the S are keys, not padding.
     shift [G 1 L], float32: subtracted from the scores of heads whose `running` [G] is 0; MASKED for the others, which
     find their maximum as they go. lengths: None, or [G] int32, at least 1: keys at and beyond it are ignored.
     Those and the padding must be the mean of the others, and their values 0: unless the keys are float32, no score is
@@ -92,7 +93,7 @@ def transposed_attention(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(groups, length // tiles.queries, k.shape[1] // tiles.keys),
+            grid=(groups, pl.cdiv(length, tiles.queries), k.shape[1] // tiles.keys),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((None, size, tiles.queries), lambda g, i, j, *_: (g, 0, i)),
             scratch_shapes=[
