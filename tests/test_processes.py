@@ -24,7 +24,6 @@ from vidax.parallel.rules import sharding
 
 TOLERANCE = 5e-5  # of frames in [0, 1]; float32 sums in another order are 1.5e-5, of one device and of eight alike
 SMALL = ["--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32", "--mesh", "data=2,seq=2,tensor=2"]
-JOBS = (("a", 1), ("b", 5), ("c", 1))  # names and frames
 SECONDS = 300  # a machine may be busy
 
 Ended = tuple[int, str, str]  # exit code, stdout, stderr
@@ -32,7 +31,7 @@ Ended = tuple[int, str, str]  # exit code, stdout, stderr
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> Path:
-    """Compiled programs, for all tests of this file; of two processes only the first writes."""
+    """Compiled programs, of which two processes have one folder: only the first writes, and on a CPU only it reads."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -71,9 +70,9 @@ def together(places, cache) -> Iterator:
 def generate(together):
     """Runs `vidax generate` in two processes; `more` are the arguments of each."""
 
-    def run(*words: str, more: tuple[list[str], list[str]] = ([], [])) -> list[Ended]:
+    def run(*words: str, more=([], []), program=("-m", "vidax.cli")) -> list[Ended]:
         flags = ["--cpu-devices", "4", "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
-        start = ["-m", "vidax.cli", "generate", *words, *flags, "--process-id"]
+        start = [*program, "generate", *words, *flags, "--process-id"]
         return together(*([*start, str(number), *own] for number, own in enumerate(more)))
 
     return run
@@ -176,20 +175,32 @@ def test_a_program_of_ones_own(together, places):
         assert values(expected) < 2 / 3 * sum(spec.size for spec in specs(engine))
 
 
-def test_a_failing_write_leaves_the_others_in_step(generate, places, small_disk):
-    """Of three jobs, the second does not fit on the disk; then it is the only one. Only process 0 has the file."""
-    (small_disk / "other").write_bytes(bytes(110_000))
-    lines = [{"prompt": "a red circle", "output": f"{name}.npy", "frames": frames} for name, frames in JOBS]
-    (places[0] / "jobs.txt").write_text("\n".join(map(json.dumps, lines)))
-    first, other = generate("--prompts", "jobs.txt", *SMALL, "--seed", "-1", "--output", str(small_disk))
-    assert (first[0], other) == (1, (1, "", "")), first[2]
-    assert first[1].split() == [str(small_disk / name) for name in ("a.npy", "c.npy")]
-    assert f"jobs.txt, line 2: {small_disk / 'b.npy'}: no space left in {small_disk}" in first[2]
-    assert files(small_disk) == ["a.json", "a.npy", "c.json", "c.npy", "other"]
+# `vidax generate` on a disk that is full when it comes to the second chunk of the first video.
+FULL = """
+import errno, sys
+from vidax import cli
+from vidax.media.output import NpyWriter
+put, chunks = NpyWriter._put, []
+def full(self, chunk):
+    chunks.append(len(chunk))
+    if len(chunks) == 2:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    put(self, chunk)
+NpyWriter._put = full
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
-    first, other = generate("a red circle", *SMALL, "--output", str(small_disk / "b.npy"), "--quiet")
-    assert (first[:2], other) == ((2, ""), (2, "", "")), first[2]
-    assert first[2].startswith(f"vidax: {small_disk / 'b.npy'}: no space left") and first[2].count("\n") == 1
+
+def test_a_failing_write_leaves_the_others_in_step(generate, places):
+    """The file of jobs, too, is there for process 0 alone."""
+    lines = [{"prompt": "a red circle", "output": name} for name in ("a.npy", "b.npy")]
+    (places[0] / "jobs.txt").write_text("\n".join(map(json.dumps, lines)))
+    words = ["--prompts", "jobs.txt", *SMALL, "--seed", "-1"]
+    first, other = generate(*words, program=["-c", FULL])
+    assert (first[0], other) == (1, (1, "", "")), first[2]
+    assert first[1] == "b.npy\n" and "jobs.txt, line 1: a.npy: no space left in ." in first[2]
+    assert "1 written, 0 skipped, 1 failed" in first[2]
+    assert files(places[0]) == ["b.json", "b.npy", "jobs.txt"] and files(places[1]) == []
 
 
 @pytest.mark.parametrize(
