@@ -30,7 +30,10 @@ from vidax.parallel.mesh import MeshShape
 from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
+from vidax.weights.residency import HOST, RESIDENT, Residency, Ring, layers_apart
+from vidax.weights.residency import parse as parse_residency
 
+SMALL = 1 << 12  # bytes of a layer's parameter that streaming would gain nothing on
 DTYPES = ("bfloat16", "float32")
 
 T = TypeVar("T")
@@ -115,11 +118,13 @@ class Engine:
         dtype: str = "bfloat16",
         mesh: Mesh | MeshShape | str = "auto",
         devices: Sequence[jax.Device] | None = None,
+        residency: Residency | str = RESIDENT,
     ):
         """Arguments as in `load`."""
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         self.card, self.model, self.dtype = card, model, dtype
+        self.residency = parse_residency(residency) if isinstance(residency, str) else residency
         self.mesh_origin = "auto" if mesh == "auto" else "given"
         if mesh == "auto":
             devices = meshes.default_devices() if devices is None else devices
@@ -184,7 +189,7 @@ class Engine:
                 advance(len(texts))
         del encoder
 
-        dit = self.load("transformer", parts[1], timings, progress)
+        dit = self.load("transformer", parts[1], timings, progress, self.residency)
         with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
@@ -233,16 +238,37 @@ class Engine:
                 done += frames.shape[1]
                 on_frames(done)
 
-    def load(self, name: str, part: Part, timings: dict[str, float], progress: Progress) -> Any:
-        """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go."""
+    def load(
+        self,
+        name: str,
+        part: Part,
+        timings: dict[str, float],
+        progress: Progress,
+        residency: Residency = RESIDENT,
+    ) -> Any:
+        """A part's weights on the mesh, of a transformer all or as many layers as the residency says; the others in
+        host memory. Nothing here keeps them: they are gone when the caller lets go.
+        """
 
-        def place(spec: Spec) -> jax.sharding.Sharding:
+        def place(spec: Spec) -> jax.sharding.NamedSharding:
             return sharding(self.mesh, spec.axes, spec.shape)
 
+        def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
+            small = residency.holds(layer) or len(spec.shape) < 2 or spec.nbytes < SMALL
+            return place(spec) if small else place(spec).with_memory_kind(HOST)
+
         with phase(f"load {name}", parameter_bytes(part.spec), timings, progress) as advance:
-            return load_weights(
-                part.spec, part.checkpoint, part.mapping, sharding=place, progress=lambda done, _: advance(done)
+            loaded = load_weights(
+                part.spec,
+                part.checkpoint,
+                part.mapping,
+                sharding=place,
+                layer_sharding=None if residency == RESIDENT else place_layer,
+                progress=lambda done, _: advance(done),
             )
+        if residency == RESIDENT:
+            return loaded
+        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
 
     def on_mesh(self, items: Iterator[T]) -> Iterator[T]:
         """The same items, each made with the mesh in force, which it is not while their user works with them."""
@@ -266,6 +292,7 @@ class Engine:
             **request.settings(),
             "origins": request.origins,
             "warnings": untrained(self.card, request),
+            "residency": str(self.residency),
             "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
             "attention": attention,
             "device": f"{device.device_kind} ({device.platform})",
@@ -340,6 +367,7 @@ def load(
     dtype: str = "bfloat16",
     mesh: Mesh | MeshShape | str = "auto",
     devices: Sequence[jax.Device] | None = None,
+    residency: Residency | str = RESIDENT,
 ) -> Engine:
     """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
@@ -352,7 +380,7 @@ def load(
     """
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
-    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices)
+    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices, residency=residency)
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

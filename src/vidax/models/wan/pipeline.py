@@ -20,7 +20,7 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
 from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
-from vidax.models.wan.dit import DiT, DiTConfig
+from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
 from vidax.models.wan.layouts import WAN21
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
 from vidax.parallel.rules import everywhere, whole
@@ -28,6 +28,7 @@ from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
 from vidax.weights import Component
 from vidax.weights.layouts import differences, open_component
+from vidax.weights.residency import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,12 +140,20 @@ class WanModel:
         on_step: Callable[[int], None],
     ) -> jax.Array:
         table = whole(table)
-        context = prepare(transformer, whole(text))
+        ring = transformer.blocks if isinstance(transformer.blocks, Ring) else None
+        ends = dataclasses.replace(transformer, blocks=None)
+        context = prepare(ends, whole(text))
         scale = None if guidance_scale is None else whole(np.float32(guidance_scale))
         # Placed like a step's result: otherwise the first step would compile a program of its own.
         state = start(table, whole(noise))
         for i in range(table.steps):
-            state = denoise_step(transformer, table, whole(np.int32(i)), state, context, scale)
+            index = whole(np.int32(i))
+            if ring:
+                tokens = enter(ends, table, index, state, scale)
+                tokens = ring.run(lambda layer, tokens: through(ends, layer, tokens, context), tokens)
+                state = leave(ends, table, index, state, tokens, scale)
+            else:
+                state = denoise_step(transformer, table, index, state, context, scale)
             state.sample.block_until_ready()
             on_step(i + 1)
         return state.sample
@@ -201,9 +210,41 @@ def denoise_step(
 ) -> SolverState:
     """One step of the solver. With a guidance scale, [conditional, unconditional] is one batch in one pass."""
     row = table.row(index)
+    latents, timesteps = batch(row, state, scale)
+    return solve(row, state, dit(latents, timesteps, context), scale)
+
+
+def batch(row: SolverTable, state: SolverState, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Latents and timesteps for the network."""
     latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
-    velocity = dit(latents, jnp.full(latents.shape[0], row.timestep), context)
+    return latents, jnp.full(latents.shape[0], row.timestep)
+
+
+def solve(row: SolverTable, state: SolverState, velocity: jax.Array, scale: jax.Array | None) -> SolverState:
     return jax.tree.map(everywhere, step(row, state, velocity if scale is None else guide(velocity, scale)))
+
+
+# A step in three programs, where layers are streamed: `ends` is the network without its layers.
+
+
+@jax.jit
+def enter(ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, scale: jax.Array | None) -> Tokens:
+    return ends.embed(*batch(table.row(index), state, scale))
+
+
+@functools.partial(jax.jit, donate_argnames="tokens")
+def through(ends: DiT, layer: Block, tokens: Tokens, context: jax.Array) -> tuple[Tokens, jax.Array]:
+    """One layer; the second result is ready when it has computed."""
+    tokens = ends.block(layer, tokens, context)
+    return tokens, everywhere(tokens.x[:1, 0, 0])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def leave(
+    ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, tokens: Tokens, scale: jax.Array | None
+) -> SolverState:
+    latents, _ = batch(row := table.row(index), state, scale)
+    return solve(row, state, ends.finish(tokens, latents), scale)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
