@@ -88,6 +88,10 @@ def parser() -> Parser:
         metavar="AXIS=N,...",
         help="sizes of data, seq and tensor; auto takes all TPUs or GPUs (auto)",
     )
+    make.add_argument(
+        "--residency", default="auto", metavar="auto|...", help="of the layers: resident, streamed, mixed:r/g (auto)"
+    )
+    make.add_argument("--memory-limit", type=float, metavar="GB", help="of each device, at most")
     make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
     make.add_argument("--output", metavar="FILE|DIR", help=".mp4, .npy (float32 in [0, 1]) or .png (one frame)")
     make.add_argument("--overwrite", action="store_true", help="replace an existing output")
@@ -156,7 +160,15 @@ def generate(arguments: argparse.Namespace) -> int:
     if uncached and not arguments.quiet:
         terminal.warn(uncached)
     parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
-    engine = load(arguments.model, **parts, dtype=arguments.dtype, mesh=arguments.mesh, devices=devices)
+    engine = load(
+        arguments.model,
+        **parts,
+        dtype=arguments.dtype,
+        mesh=arguments.mesh,
+        devices=devices,
+        residency=arguments.residency,
+        memory_limit=arguments.memory_limit,
+    )
     defaults = {name: getattr(arguments, name) for name in REQUEST_FIELDS}
     defaults["size"] = chosen_size(arguments, engine.card.size)
     videos = 1 if arguments.num_videos is None else arguments.num_videos

@@ -49,8 +49,10 @@ class Residency:
 RESIDENT, STREAMED = Residency(1, 1), Residency(0, 1)
 
 
-def parse(text: str) -> Residency:
-    """`resident`, `streamed` or `mixed:r/g`. Raises UserError."""
+def parse(text: str) -> Residency | None:
+    """`resident`, `streamed`, `mixed:r/g`; None for `auto`. Raises UserError."""
+    if text == "auto":
+        return None
     if text in ("resident", "streamed"):
         return RESIDENT if text == "resident" else STREAMED
     if not (match := re.fullmatch(r"mixed:(\d+)/(\d+)", text)):

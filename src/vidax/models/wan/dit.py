@@ -251,7 +251,7 @@ class Tokens:
     x: Any  # [B L D], float32
     time: Any  # [B D]
     modulation: Any  # [B 6 D]
-    rope: Rope
+    rope: Any  # cos and sin [L K]
     lengths: Any  # [B] real tokens, or None where all are
 
 

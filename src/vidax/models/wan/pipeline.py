@@ -1,33 +1,44 @@
 """A Wan model on disk, and its three phases: encode text, denoise, decode.
 
-Nothing here holds weights: the engine loads a part, hands it to the phase and takes its memory back. The jitted
-functions are shared by every model and every request, so a shape compiles once in a process.
+Nothing here holds weights: the engine loads a part, hands it to the phase and takes its memory back.
 """
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from vidax.errors import UserError
-from vidax.models.interface import Part, Sources, Text
+from vidax.models.interface import Footprint, Part, Sources, Text
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
 from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
-from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
+from vidax.models.wan.dit import Block, DiT, DiTConfig
 from vidax.models.wan.layouts import WAN21
+from vidax.models.wan.programs import (
+    Places,
+    decode_chunk,
+    denoise_step,
+    encode,
+    enter,
+    leave,
+    lower_layer,
+    prepare,
+    start,
+    through,
+)
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
-from vidax.parallel.rules import everywhere, whole
-from vidax.sampling.guidance import guide
-from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
+from vidax.parallel.rules import whole
+from vidax.sampling.solvers import SolverTable
 from vidax.weights import Component
 from vidax.weights.layouts import differences, open_component
+from vidax.weights.memory import program_bytes, split_bytes
 from vidax.weights.residency import Ring
 
 
@@ -104,6 +115,23 @@ class WanModel:
             name: (Part(specs[name], part.checkpoint(), part.names), part.config, part.layout)
             for name, part in self.parts.items()
         }
+
+    def footprint(
+        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, *, compiled: bool
+    ) -> Footprint:
+        latents = (1, *self.latent_shape(width, height, frames))
+        place = Places(mesh).parameter
+        layer = split_bytes(Block.spec(self.dit, dtype), place)
+        ends = split_bytes(dataclasses.replace(DiT.spec(self.dit, dtype), blocks=None), place)
+        # Latents, the last step's and two predictions; a text of each branch.
+        kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * self.dit.dim
+        tokens = math.prod(latents[1:4]) // math.prod(self.dit.patch)
+        split = mesh.shape["seq"] * min(mesh.shape["data"], branches)
+        stream = 4 * branches * tokens * self.dit.dim // split
+        program = 0
+        if compiled:
+            program = program_bytes(lower_layer(self.dit, latents, branches, mesh, dtype).compile()) - layer
+        return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=self.dit.layers)
 
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
@@ -187,69 +215,3 @@ def check_parts(model: WanModel) -> None:
         for part, config in published.items():
             if difference := differences(model.parts[part].config, config):
                 raise UserError(f"{files[part]}: not the {WAN21.kinds[part].title} of Wan 2.1: {difference}")
-
-
-@jax.jit
-def encode(encoder: T5Encoder, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    return everywhere(encoder(ids, lengths))
-
-
-@jax.jit
-def prepare(dit: DiT, text: jax.Array) -> jax.Array:
-    return dit.prepare(text)
-
-
-@jax.jit
-def start(table: SolverTable, noise: jax.Array) -> SolverState:
-    return jax.tree.map(everywhere, initial_state(table, noise))
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def denoise_step(
-    dit: DiT, table: SolverTable, index: jax.Array, state: SolverState, context: jax.Array, scale: jax.Array | None
-) -> SolverState:
-    """One step of the solver. With a guidance scale, [conditional, unconditional] is one batch in one pass."""
-    row = table.row(index)
-    latents, timesteps = batch(row, state, scale)
-    return solve(row, state, dit(latents, timesteps, context), scale)
-
-
-def batch(row: SolverTable, state: SolverState, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Latents and timesteps for the network."""
-    latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
-    return latents, jnp.full(latents.shape[0], row.timestep)
-
-
-def solve(row: SolverTable, state: SolverState, velocity: jax.Array, scale: jax.Array | None) -> SolverState:
-    return jax.tree.map(everywhere, step(row, state, velocity if scale is None else guide(velocity, scale)))
-
-
-# A step in three programs, where layers are streamed: `ends` is the network without its layers.
-
-
-@jax.jit
-def enter(ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, scale: jax.Array | None) -> Tokens:
-    return ends.embed(*batch(table.row(index), state, scale))
-
-
-@functools.partial(jax.jit, donate_argnames="tokens")
-def through(ends: DiT, layer: Block, tokens: Tokens, context: jax.Array) -> tuple[Tokens, jax.Array]:
-    """One layer; the second result is ready when it has computed."""
-    tokens = ends.block(layer, tokens, context)
-    return tokens, everywhere(tokens.x[:1, 0, 0])
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def leave(
-    ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, tokens: Tokens, scale: jax.Array | None
-) -> SolverState:
-    latents, _ = batch(row := table.row(index), state, scale)
-    return solve(row, state, ends.finish(tokens, latents), scale)
-
-
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
-def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -> tuple[jax.Array, Any]:
-    """One chunk of latent frames to frames as `WanModel.decode` gives them, and the cache for the next chunk."""
-    frames, cache = decoder(latents, cache)
-    frames = jnp.round((frames + 1) * 127.5).astype(jnp.uint8) if dtype == "uint8" else frames / 2 + 0.5
-    return everywhere(frames), cache
