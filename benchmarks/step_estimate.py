@@ -38,6 +38,7 @@ from vidax.models.wan.dit import DiTConfig, step_flops
 from vidax.models.wan.programs import lower_step
 from vidax.ops.attention.pallas_tpu import measured_cycles
 from vidax.parallel import mesh as meshes
+from vidax.weights.memory import program_bytes
 
 MODELS = {"wan2.1-t2v-1.3b": WAN21_1_3B, "wan2.1-t2v-14b": WAN21_14B}
 TEXT_TOKENS = 512
@@ -103,13 +104,6 @@ def compile_step(config: DiTConfig, size: tuple[int, int], topology: str, mesh: 
     """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
     latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.in_channels)
     return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh)).compile()
-
-
-def device_bytes(compiled: Any) -> int:
-    """What a program takes of device memory. `peak_memory_in_bytes` would count pinned host memory too."""
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return used - memory.alias_size_in_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +244,7 @@ def estimate(model: str, size: str, topology: str, mesh: str, published: str = "
         "links_seconds": links,
         "step_seconds": (program + kernel) / chip.clock_hz + links,
         "floor_seconds": flops / chip.flops / shape.devices,
-        "device_gb": device_bytes(compiled) / 1e9,
+        "device_gb": program_bytes(compiled) / 1e9,
         "limit_gb": chip.memory_bytes / 1e9,
         "collectives_per_layer": collectives(ops),
         "compile_seconds": compile_seconds,

@@ -1,10 +1,11 @@
 """Full-size programs compiled for TPU topologies from descriptions alone: no weights, no TPU."""
 
 import pytest
-from step_estimate import CHIPS, collectives, compile_step, device_bytes, mesh_of, operations
+from step_estimate import CHIPS, collectives, compile_step, mesh_of, operations
 
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.programs import lower_decode
+from vidax.weights.memory import program_bytes
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -33,7 +34,7 @@ def test_denoise_step(config, size, topology, mesh, expected, gigabytes):
     ops = operations(text)
     assert collectives(ops) == expected
     assert sum(op.kind == "kernel" for op in ops) == 2  # self- and cross-attention
-    assert device_bytes(compiled) < min(gigabytes * 1e9, CHIPS[topology.partition(":")[0]].memory_bytes)
+    assert program_bytes(compiled) < min(gigabytes * 1e9, CHIPS[topology.partition(":")[0]].memory_bytes)
 
 
 def test_decode_chunk_720p():
@@ -41,4 +42,4 @@ def test_decode_chunk_720p():
     compiled = lower_decode(WAN21_VAE, (90, 160), mesh_of("v4:2x2x1", "seq=4")).compile()
     text = compiled.as_text()
     assert text.count(" collective-permute") > 0
-    assert device_bytes(compiled) < 11e9  # 10.3; on one chip 28.8
+    assert program_bytes(compiled) < 11e9  # 10.3; on one chip 28.8

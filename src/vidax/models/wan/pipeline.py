@@ -4,7 +4,6 @@ Nothing here holds weights: the engine loads a part, hands it to the phase and t
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,15 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
 from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
-from vidax.models.wan.dit import Block, DiT, DiTConfig
+from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.layouts import WAN21
 from vidax.models.wan.programs import (
-    Places,
     decode_chunk,
     denoise_step,
     encode,
     enter,
+    footprint,
     leave,
-    lower_layer,
     prepare,
     start,
     through,
@@ -38,7 +36,6 @@ from vidax.parallel.rules import whole
 from vidax.sampling.solvers import SolverTable
 from vidax.weights import Component
 from vidax.weights.layouts import differences, open_component
-from vidax.weights.memory import program_bytes, split_bytes
 from vidax.weights.residency import Ring
 
 
@@ -120,18 +117,7 @@ class WanModel:
         self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, *, compiled: bool
     ) -> Footprint:
         latents = (1, *self.latent_shape(width, height, frames))
-        place = Places(mesh).parameter
-        layer = split_bytes(Block.spec(self.dit, dtype), place)
-        ends = split_bytes(dataclasses.replace(DiT.spec(self.dit, dtype), blocks=None), place)
-        # Latents, the last step's and two predictions; a text of each branch.
-        kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * self.dit.dim
-        tokens = math.prod(latents[1:4]) // math.prod(self.dit.patch)
-        split = mesh.shape["seq"] * min(mesh.shape["data"], branches)
-        stream = 4 * branches * tokens * self.dit.dim // split
-        program = 0
-        if compiled:
-            program = program_bytes(lower_layer(self.dit, latents, branches, mesh, dtype).compile()) - layer
-        return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=self.dit.layers)
+        return footprint(self.dit, latents, branches, dtype, mesh, compiled=compiled)
 
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]

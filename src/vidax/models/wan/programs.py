@@ -6,6 +6,7 @@ them from descriptions alone, for the devices of the mesh in force, which need n
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vidax.models.interface import Footprint
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
@@ -21,6 +23,7 @@ from vidax.nn import Spec, abstract
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
+from vidax.weights.memory import program_bytes, split_bytes
 
 
 @jax.jit
@@ -130,6 +133,23 @@ def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
         _, cache = jax.eval_shape(lambda model, z: model(z, None), decoder, latents)
         cache = jax.tree.map(lambda frames: place(frames.shape, frames.dtype, *strips(*frames.shape[2:4])), cache)
         return decode_chunk.lower(decoder, latents, cache, "uint8")
+
+
+def footprint(
+    config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, *, compiled: bool
+) -> Footprint:
+    """What denoising latents [1 F H W C] takes; `compiled` compiles a layer, and else its activations are left out."""
+    place = Places(mesh).parameter
+    layer = split_bytes(Block.spec(config, dtype), place)
+    ends = split_bytes(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place)
+    # float32 latents, those of the last step and two predictions; a text of each branch.
+    kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * config.dim
+    tokens = math.prod(latents[1:4]) // math.prod(config.patch)
+    stream = 4 * branches * tokens * config.dim // (mesh.shape["seq"] * mesh.shape["data"])
+    program = 0
+    if compiled:
+        program = program_bytes(lower_layer(config, latents, branches, mesh, dtype).compile()) - layer
+    return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=config.layers)
 
 
 class Places:
