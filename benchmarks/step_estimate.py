@@ -31,23 +31,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked where there is no TPU
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B
-from vidax.models.wan.dit import DiT, DiTConfig, step_flops
-from vidax.models.wan.pipeline import denoise_step
-from vidax.nn import Spec, abstract
+from vidax.models.wan.dit import DiTConfig, step_flops
+from vidax.models.wan.programs import lower_step
 from vidax.ops.attention.pallas_tpu import measured_cycles
 from vidax.parallel import mesh as meshes
-from vidax.parallel.rules import sharding
-from vidax.sampling.sampler import Sampler
-from vidax.sampling.solvers import SolverState, UniPC
+from vidax.weights.memory import program_bytes
 
 MODELS = {"wan2.1-t2v-1.3b": WAN21_1_3B, "wan2.1-t2v-14b": WAN21_14B}
 TEXT_TOKENS = 512
-WHOLE = P()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,33 +95,15 @@ def devices_of(topology: str) -> list[jax.Device]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **config).devices)
 
 
+def mesh_of(topology: str, mesh: str) -> Mesh:
+    """A mesh of a topology's devices, of which it may leave some out."""
+    return meshes.make(meshes.parse(mesh), devices_of(topology))
+
+
 def compile_step(config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81) -> Any:
     """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
-    made = meshes.make(meshes.parse(mesh), devices_of(topology))
-
-    def whole(shape: tuple[int, ...], dtype=jnp.float32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(made, spec))
-
-    def place(spec: Spec) -> NamedSharding:
-        return sharding(made, spec.axes, spec.shape)
-
-    dit = abstract(DiT.spec(config), place)
-    table = Sampler(solver=UniPC(), grid="official", steps=50, shift=5.0).table()
-    table = jax.tree.map(lambda column: whole(column.shape), table)
-    width, height = size
-    latents = whole((1, (frames - 1) // 4 + 1, height // 8, width // 8, config.in_channels))
-    state = SolverState(latents, latents, (latents, latents))
-    batch = "data" if made.shape["data"] > 1 else None
-    context = whole((2, TEXT_TOKENS, config.dim), jnp.bfloat16, P(batch))
-    with jax.set_mesh(made):
-        return denoise_step.lower(dit, table, whole((), jnp.int32), state, context, whole(())).compile()
-
-
-def device_bytes(compiled: Any) -> int:
-    """What a program takes of device memory. `peak_memory_in_bytes` would count pinned host memory too."""
-    memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return used - memory.alias_size_in_bytes
+    latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.in_channels)
+    return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh)).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +244,7 @@ def estimate(model: str, size: str, topology: str, mesh: str, published: str = "
         "links_seconds": links,
         "step_seconds": (program + kernel) / chip.clock_hz + links,
         "floor_seconds": flops / chip.flops / shape.devices,
-        "device_gb": device_bytes(compiled) / 1e9,
+        "device_gb": program_bytes(compiled) / 1e9,
         "limit_gb": chip.memory_bytes / 1e9,
         "collectives_per_layer": collectives(ops),
         "compile_seconds": compile_seconds,

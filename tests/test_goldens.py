@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from vidax.cli import main
-from vidax.models.wan.pipeline import decode_chunk
+from vidax.models.wan.programs import decode_chunk
 
 GOLDENS = Path(__file__).parent / "goldens" / "wan.npz"
 TOLERANCE = 1e-5  # of the largest value

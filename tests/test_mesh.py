@@ -14,7 +14,7 @@ from vidax.engine.engine import load
 from vidax.errors import UserError
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.dit import DiT, DiTConfig
-from vidax.models.wan.pipeline import decode_chunk, denoise_step
+from vidax.models.wan.programs import decode_chunk, denoise_step
 from vidax.models.wan.vae import VAE, VAEConfig
 from vidax.nn import is_spec, map_specs, named_leaves
 from vidax.parallel import mesh as meshes

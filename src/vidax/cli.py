@@ -92,6 +92,10 @@ def parser() -> Parser:
         metavar="AXIS=N,...",
         help="sizes of data, seq and tensor; auto takes all TPUs or GPUs (auto)",
     )
+    make.add_argument(
+        "--residency", default="auto", metavar="auto|...", help="of the layers: resident, streamed, mixed:r/g (auto)"
+    )
+    make.add_argument("--memory-limit", type=float, metavar="GB", help="of each device, at most")
     make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
     make.add_argument("--distributed", action="store_true", help="one of the processes of a TPU slice or Slurm job")
     make.add_argument("--coordinator", metavar="HOST:PORT", help="one of several processes: where process 0 listens")
@@ -194,7 +198,15 @@ def opened(arguments: argparse.Namespace, devices: "Sequence[Device] | None") ->
     if uncached and not arguments.quiet:
         terminal.warn(uncached)
     parts = {part.replace("-", "_"): getattr(arguments, part.replace("-", "_")) for part in PARTS}
-    return load(arguments.model, **parts, dtype=arguments.dtype, mesh=arguments.mesh, devices=devices)
+    return load(
+        arguments.model,
+        **parts,
+        dtype=arguments.dtype,
+        mesh=arguments.mesh,
+        devices=devices,
+        residency=arguments.residency,
+        memory_limit=arguments.memory_limit,
+    )
 
 
 def lead(arguments: argparse.Namespace, devices: "Sequence[Device] | None", *, several: bool) -> int:

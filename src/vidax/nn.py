@@ -49,6 +49,11 @@ class Spec:
         """Shape of one checkpoint tensor of this parameter."""
         return self.stored if self.stored is not None else self.shape[self.stacked :]
 
+    def layer(self) -> "Spec":
+        """One layer of a stacked parameter."""
+        assert self.stacked
+        return dataclasses.replace(self, shape=self.shape[1:], axes=self.axes[1:])
+
     def held(self) -> "Spec":
         """This parameter in a file of ours, where it has the shape that it has here."""
         return dataclasses.replace(self, axes=(None,) * len(self.axes), stored=None, transpose=None)

@@ -18,7 +18,7 @@ from vidax.engine.engine import Progress, Silent
 from vidax.engine.tasks import Task
 from vidax.errors import UserError
 
-FIXED = ("model", "device", "mesh", "dtype", "attention")
+FIXED = ("model", "device", "mesh", "residency", "dtype", "attention")
 
 
 def say(text: str) -> None:

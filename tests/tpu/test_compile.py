@@ -1,18 +1,11 @@
 """Full-size programs compiled for TPU topologies from descriptions alone: no weights, no TPU."""
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from step_estimate import CHIPS, collectives, compile_step, device_bytes, devices_of, operations
+from step_estimate import CHIPS, collectives, compile_step, mesh_of, operations
 
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
-from vidax.models.wan.pipeline import decode_chunk
-from vidax.models.wan.vae import Decoder
-from vidax.nn import abstract
-from vidax.parallel import mesh as meshes
-from vidax.parallel.rules import sharding
+from vidax.models.wan.programs import lower_decode
+from vidax.weights.memory import program_bytes
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -41,20 +34,12 @@ def test_denoise_step(config, size, topology, mesh, expected, gigabytes):
     ops = operations(text)
     assert collectives(ops) == expected
     assert sum(op.kind == "kernel" for op in ops) == 2  # self- and cross-attention
-    assert device_bytes(compiled) < min(gigabytes * 1e9, CHIPS[topology.partition(":")[0]].memory_bytes)
+    assert program_bytes(compiled) < min(gigabytes * 1e9, CHIPS[topology.partition(":")[0]].memory_bytes)
 
 
 def test_decode_chunk_720p():
     """Four frames of 1280x720 in float32 with the caches of the frames before them, in strips on four v4 chips."""
-    mesh = meshes.make(meshes.parse("seq=4"), devices_of("v4:2x2x1"))
-    whole = NamedSharding(mesh, P())
-    decoder = abstract(Decoder.spec(WAN21_VAE), lambda s: sharding(mesh, s.axes, s.shape))
-    latents = jax.ShapeDtypeStruct((1, 1, 90, 160, 16), jnp.float32, sharding=whole)
-    _, cache = jax.eval_shape(lambda model, z: model(z, None), decoder, latents)
-    strips = NamedSharding(mesh, P(None, None, None, "seq"))
-    cache = jax.tree.map(lambda frames: jax.ShapeDtypeStruct(frames.shape, frames.dtype, sharding=strips), cache)
-    with jax.set_mesh(mesh):
-        compiled = decode_chunk.lower(decoder, latents, cache, "uint8").compile()
+    compiled = lower_decode(WAN21_VAE, (90, 160), mesh_of("v4:2x2x1", "seq=4")).compile()
     text = compiled.as_text()
     assert text.count(" collective-permute") > 0
-    assert device_bytes(compiled) < 11e9  # 10.3; on one chip 28.8
+    assert program_bytes(compiled) < 11e9  # 10.3; on one chip 28.8

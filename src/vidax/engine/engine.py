@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from vidax import __version__
 from vidax.engine.request import Request, resolve, untrained
+from vidax.engine.residency import memory, settle
 from vidax.errors import UserError
 from vidax.media.files import record, write_json
 from vidax.media.output import open_writer, to_uint8
@@ -31,7 +32,10 @@ from vidax.parallel.mesh import MeshShape
 from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
+from vidax.weights.residency import HOST, RESIDENT, Residency, Ring, layers_apart
+from vidax.weights.residency import parse as parse_residency
 
+SMALL = 1 << 12  # bytes of a layer's parameter that streaming would gain nothing on
 DTYPES = ("bfloat16", "float32")
 
 # What the processes of one mesh may have each its own of; all else of a job's record must be the same.
@@ -119,11 +123,15 @@ class Engine:
         dtype: str = "bfloat16",
         mesh: Mesh | MeshShape | str = "auto",
         devices: Sequence[jax.Device] | None = None,
+        residency: Residency | str = "auto",
+        memory_limit: float | None = None,
     ):
         """Arguments as in `load`."""
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         self.card, self.model, self.dtype = card, model, dtype
+        self.residency = parse_residency(residency) if isinstance(residency, str) else residency
+        self.memory_limit = memory_limit
         self.mesh_origin = "auto" if mesh == "auto" else "given"
         if mesh == "auto":
             devices = meshes.default_devices() if devices is None else devices
@@ -137,6 +145,8 @@ class Engine:
                 f"the mesh {meshes.shape_of(self.mesh)} has devices of {there} of {processes.count()} processes; "
                 "give it devices of one process, or of all"
             )
+        self.memory = memory(self.mesh, memory_limit)
+        self._residencies: dict[tuple[int, ...], Residency] = {}
 
     def request(self, prompt: str, **fields: Any) -> Request:
         """What would be generated: the fields of `vidax.engine.request.resolve`, the rest from the card."""
@@ -200,7 +210,8 @@ class Engine:
                 advance(len(texts))
         del encoder
 
-        dit = self.load("transformer", parts[1], timings, progress)
+        residency = min((self.settle(job.request) for job in jobs), key=lambda r: r.resident / r.of)
+        dit = self.load("transformer", parts[1], timings, progress, residency)
         with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
@@ -236,8 +247,14 @@ class Engine:
         noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(0, 2, 3, 4, 1)  # drawn channels first
         text = np.stack([texts[prompt] for prompt in request.prompts])
         guidance_scale = request.guidance_scale if request.guided else None
+        ring = dit.blocks if isinstance(dit.blocks, Ring) else None
+        before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
         with jax.set_mesh(self.mesh):
-            return np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
+            latents = np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
+        if ring and before:
+            moved, waited = ring.bytes_moved - before[0], ring.seconds_waited - before[1]
+            work.metadata["streaming"] = streaming(moved, waited, time.perf_counter() - before[2], work.steps)
+        return latents
 
     def decode(self, vae: Any, work: "Work", on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
         """A job's frames [f H W 3]; its record is complete at the end."""
@@ -259,17 +276,38 @@ class Engine:
             if "decode" not in work.metadata["timings_seconds"]:
                 raise RuntimeError("decoding has failed")
 
-    def load(self, name: str, part: Part, timings: dict[str, float], progress: Progress) -> Any:
-        """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go."""
+    def load(
+        self,
+        name: str,
+        part: Part,
+        timings: dict[str, float],
+        progress: Progress,
+        residency: Residency = RESIDENT,
+    ) -> Any:
+        """A part's weights on the mesh, of a transformer all or as many layers as the residency says; the others in
+        host memory. Nothing here keeps them: they are gone when the caller lets go.
+        """
 
-        def place(spec: Spec) -> jax.sharding.Sharding:
+        def place(spec: Spec) -> jax.sharding.NamedSharding:
             return sharding(self.mesh, spec.axes, spec.shape)
+
+        def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
+            small = residency.holds(layer) or len(spec.shape) < 2 or spec.nbytes < SMALL
+            return place(spec) if small else place(spec).with_memory_kind(HOST)
 
         loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
         with loading as advance, processes.in_step(self.shared):
-            return load_weights(
-                part.spec, part.checkpoint, part.mapping, sharding=place, progress=lambda done, _: advance(done)
+            loaded = load_weights(
+                part.spec,
+                part.checkpoint,
+                part.mapping,
+                sharding=place,
+                layer_sharding=None if residency == RESIDENT else place_layer,
+                progress=lambda done, _: advance(done),
             )
+        if residency == RESIDENT:
+            return loaded
+        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
 
     def in_collectives(self) -> contextlib.AbstractContextManager[None]:
         """For work that the processes of the mesh do together: an error of one becomes that of all, or ends it."""
@@ -284,6 +322,15 @@ class Engine:
                 return
             yield item
 
+    def settle(self, request: Request) -> Residency:
+        """How many layers stay on the device for a request."""
+        shape = request.width, request.height, request.frames, request.branches
+        if shape not in self._residencies:
+            self._residencies[shape] = settle(
+                self.model, request, self.residency, self.mesh, jnp.dtype(self.dtype), self.memory
+            )
+        return self._residencies[shape]
+
     def describe(self, request: Request) -> dict[str, Any]:
         """Everything needed to make the same video again, and what it was made with."""
         length, heads, size = self.model.attention_shape(request.width, request.height, request.frames)
@@ -297,6 +344,7 @@ class Engine:
             **request.settings(),
             "origins": request.origins,
             "warnings": untrained(self.card, request),
+            "residency": f"{self.settle(request)} ({'auto' if self.residency is None else 'given'})",
             "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
             "attention": attention,
             "device": f"{device.device_kind} ({device.platform})"
@@ -335,6 +383,15 @@ class Work:
             while link is not None:
                 traceback.clear_frames(link.__traceback__)
                 link = link.__cause__ or link.__context__
+
+
+def streaming(moved: int, waited: float, seconds: float, steps: int) -> dict[str, float]:
+    """What of a job's record says how its layers came to the device."""
+    return {
+        "bytes_per_step_and_device": moved // steps,
+        "seconds_waited": round(waited, 3),
+        "share_of_denoising": round(waited / seconds, 3),
+    }
 
 
 def after(start: int, advance: Callable[[int], None]) -> Callable[[int], None]:
@@ -383,6 +440,8 @@ def load(
     dtype: str = "bfloat16",
     mesh: Mesh | MeshShape | str = "auto",
     devices: Sequence[jax.Device] | None = None,
+    residency: Residency | str = "auto",
+    memory_limit: float | None = None,
 ) -> Engine:
     """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
@@ -391,11 +450,14 @@ def load(
     transformer, vae, text_encoder, tokenizer: files or folders that take the place of the model's own.
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
     mesh: how devices share the work, as in "data=2,seq=4" (`vidax.parallel.mesh`), or "auto".
+    residency: of the transformer's layers, "resident", "streamed" from host memory or "mixed:r/g"; "auto" keeps as many
+        on the device as fit.
+    memory_limit: GB of each device that may be used; what the device has if None.
     devices: those to use; every accelerator if None, and for "auto" one CPU device where there is none.
     """
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
-    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices)
+    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices, residency=residency, memory_limit=memory_limit)
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

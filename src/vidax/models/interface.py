@@ -11,6 +11,7 @@ import numpy as np
 from vidax.sampling.solvers import SolverTable
 from vidax.weights import Checkpoint
 from vidax.weights import Mapping as Names
+from vidax.weights.residency import Residency
 
 PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
 
@@ -37,6 +38,21 @@ class Part(NamedTuple):
     spec: Any
     checkpoint: Checkpoint
     mapping: Names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What denoising takes of each device's memory, in bytes."""
+
+    fixed: int  # all but the layers' weights
+    stream: int  # of that, the residual stream: the unit of a rough estimate
+    layer: int  # one layer's weights
+    layers: int
+
+    def total(self, residency: Residency) -> int:
+        """With two streamed layers at a time beside the resident ones, if there are any."""
+        resident = residency.count(self.layers)
+        return self.fixed + self.layer * min(resident + 2, self.layers + (resident < self.layers))
 
 
 class Text(NamedTuple):
@@ -85,6 +101,11 @@ class Model(Protocol):
 
     def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
         """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
+
+    def footprint(
+        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any, *, compiled: bool
+    ) -> Footprint:
+        """What denoising takes; `compiled` compiles a layer for it, and else activations are left out."""
 
     def text_encoder(self, dtype) -> Part: ...
 

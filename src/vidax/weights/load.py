@@ -31,11 +31,14 @@ def load(
     mapping: Mapping,
     *,
     sharding: Callable[[Spec], jax.sharding.Sharding] | None = None,
+    layer_sharding: Callable[[Spec, int], jax.sharding.Sharding] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """The parameters of `spec_tree` as arrays of their Spec's shape and dtype.
 
     sharding: where a parameter is to lie, memory kind included; without it all are on the first device.
+    layer_sharding: where one layer of a stacked parameter is to lie. With it each is a `Apart` of arrays of one layer,
+        whose Spec it is asked for.
     progress: called with (bytes done, bytes in all) after each parameter.
 
     Raises UserError before any weight is read if the checkpoint's names, shapes or dtypes are not those of the model.
@@ -48,12 +51,19 @@ def load(
     check_twins(match, checkpoint)
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     done, total = 0, parameter_bytes(spec_tree)
-    arrays = []
+    arrays: list[Any] = []
     for leaf, (_, spec) in zip(match.leaves, named_leaves(spec_tree), strict=True):
         tensors = [checkpoint[name] for name in leaf.names]
-        place = sharding(spec) if sharding else first
-        array = jax.make_array_from_callback(spec.shape, place, reader(leaf.spec, tensors), dtype=spec.dtype)
-        arrays.append(array.block_until_ready())  # else the host copies of many parameters wait for the device together
+        if spec.stacked and layer_sharding:
+            layer = spec.layer()
+            arrays.append(
+                Apart(
+                    make(layer, layer_sharding(layer, i), reader(leaf.spec, tensors, layer=i))
+                    for i in range(spec.shape[0])
+                )
+            )
+        else:
+            arrays.append(make(spec, sharding(spec) if sharding else first, reader(leaf.spec, tensors)))
         for tensor in tensors:
             tensor.give_back()
         done += spec.nbytes
@@ -62,15 +72,32 @@ def load(
     return jax.tree.unflatten(jax.tree.structure(spec_tree, is_leaf=is_spec), arrays)
 
 
-def reader(spec: Spec, tensors: list[Tensor]) -> Callable[[Index | None], np.ndarray]:
-    """The callback of `jax.make_array_from_callback`. It is asked for each device; equal slices are read once."""
+class Apart(tuple):
+    """The layers of a stacked parameter, each an array of its own."""
+
+
+def make(spec: Spec, place: jax.sharding.Sharding, read: Callable[[Index | None], np.ndarray]) -> jax.Array:
+    """An array, ready: else the host copies of many parameters would wait for the device together."""
+    return jax.make_array_from_callback(spec.shape, place, read, dtype=spec.dtype).block_until_ready()
+
+
+def reader(spec: Spec, tensors: list[Tensor], layer: int | None = None) -> Callable[[Index | None], np.ndarray]:
+    """The callback of `jax.make_array_from_callback`. It is asked for each device; equal slices are read once.
+
+    layer: of a stacked parameter, that the array is of this layer alone.
+    """
     slices: dict[tuple[range, ...], np.ndarray] = {}
 
     def read(index: Index | None) -> np.ndarray:
         assert index is not None  # None would stand for an opaque dtype, which no Spec has
-        ranges = tuple(range(*part.indices(size)) for part, size in zip(index, spec.shape, strict=True))
+        shape = spec.shape if layer is None else spec.shape[1:]
+        ranges = tuple(range(*part.indices(size)) for part, size in zip(index, shape, strict=True))
         if ranges not in slices:
-            slices[ranges] = read_slice(spec, tensors, ranges)
+            slices[ranges] = (
+                read_slice(spec, tensors, ranges)
+                if layer is None
+                else read_slice(spec, tensors, (range(layer, layer + 1), *ranges))[0]
+            )
         return slices[ranges]
 
     return read

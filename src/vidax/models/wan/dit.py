@@ -174,7 +174,7 @@ class DiT:
     text_embedding: MLP
     time_embedding: MLP
     time_projection: Linear
-    blocks: Block  # every leaf has a leading layer axis
+    blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
     head: Head
     config: DiTConfig = static()
 
@@ -195,21 +195,30 @@ class DiT:
         """Text embeddings [B S text_dim] to context [B S D]: the same at every step of a sampling run."""
         return constrain(self.text_embedding(text).astype(self.text_embedding.fc2.weight.dtype), "batch", None, None)
 
-    def embed(self, latents: jax.Array, timesteps: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, Rope]:
-        """Latents [B F H W C] and timesteps [B] in 0..1000 to tokens [B L D], time [B D], modulation [B 6 D] and the
-        rope table. Zeros are added to the tokens where devices would not get the same number of them.
+    def embed(self, latents: jax.Array, timesteps: jax.Array) -> "Tokens":
+        """What the layers work on, from latents [B F H W C] and timesteps [B] in 0..1000. Zeros are added to the tokens
+        where devices would not get the same number of them.
         """
         c = self.config
         pt, ph, pw = c.patch
         patches = rearrange(latents, "b (f pt) (h ph) (w pw) c -> b f h w (c pt ph pw)", pt=pt, ph=ph, pw=pw)
-        tokens = rearrange(patches, "b f h w c -> b (f h w) c")
+        x = rearrange(patches, "b f h w c -> b (f h w) c")
         cos, sin = grid_table(patches.shape[1:4], c.rope_channels)
-        padding = -tokens.shape[1] % (parts("tokens") * token_step(tokens.shape[1]))
-        tokens = constrain(jnp.pad(tokens, ((0, 0), (0, padding), (0, 0))), "batch", "tokens", None)
+        real = x.shape[1]
+        padding = -real % (parts("tokens") * token_step(real))
+        x = constrain(jnp.pad(x, ((0, 0), (0, padding), (0, 0))), "batch", "tokens", None)
         cos, sin = (constrain(jnp.pad(table, ((0, padding), (0, 0))), "tokens", None) for table in (cos, sin))
         time = constrain(self.time_embedding(sinusoid(timesteps, c.frequency_dim)), "batch", None)
         modulation = constrain(self.time_projection(jax.nn.silu(time)), "batch", None)
-        return self.patch_embedding(tokens), time, rearrange(modulation, "b (six d) -> b six d", six=6), (cos, sin)
+        modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
+        lengths = jnp.full(x.shape[:1], real, jnp.int32) if padding else None
+        return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), lengths)
+
+    def block(self, layer: Block, tokens: "Tokens", context: jax.Array) -> "Tokens":
+        """One layer, whose weights lie as they are stored."""
+        layer = gathered(Block.spec(self.config, None), layer)
+        x = layer(tokens.x, tokens.modulation, context, tokens.rope, tokens.lengths)
+        return dataclasses.replace(tokens, x=x)
 
     def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
         """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C], whole on every device."""
@@ -219,19 +228,31 @@ class DiT:
             patches, "b (f h w) (pt ph pw c) -> b (f pt) (h ph) (w pw) c", f=f, h=h, w=w, pt=pt, ph=ph, pw=pw
         )
 
+    def finish(self, tokens: "Tokens", latents: jax.Array) -> jax.Array:
+        """Predicted velocity [B F H W C] float32 from what the last layer gives, for latents of that shape."""
+        grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
+        return self.decode(self.head(tokens.x, tokens.time), grid)
+
     def __call__(self, latents: jax.Array, timesteps: jax.Array, context: jax.Array) -> jax.Array:
         """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`."""
-        x, time, modulation, rope = self.embed(latents, timesteps)
-        grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
-        padded = x.shape[1] > math.prod(grid)
-        lengths = jnp.full(x.shape[:1], math.prod(grid), jnp.int32) if padded else None
-        layer = Block.spec(self.config, None)
+        tokens = self.embed(latents, timesteps)
 
-        def step(x: jax.Array, block: Block) -> tuple[jax.Array, None]:
-            return gathered(layer, block)(x, modulation, context, rope, lengths), None
+        def step(x: jax.Array, layer: Block) -> tuple[jax.Array, None]:
+            return self.block(layer, dataclasses.replace(tokens, x=x), context).x, None
 
-        x, _ = jax.lax.scan(step, residual(x), self.blocks)
-        return self.decode(self.head(x, time), grid)
+        x, _ = jax.lax.scan(step, tokens.x, self.blocks)
+        return self.finish(dataclasses.replace(tokens, x=x), latents)
+
+
+@module
+class Tokens:
+    """A video between the layers, and what each layer takes beside it."""
+
+    x: Any  # [B L D], float32
+    time: Any  # [B D]
+    modulation: Any  # [B 6 D]
+    rope: Any  # cos and sin [L K]
+    lengths: Any  # [B] real tokens, or None where all are
 
 
 def residual(x: jax.Array) -> jax.Array:

@@ -1,33 +1,42 @@
 """A Wan model on disk, and its three phases: encode text, denoise, decode.
 
-Nothing here holds weights: the engine loads a part, hands it to the phase and takes its memory back. The jitted
-functions are shared by every model and every request, so a shape compiles once in a process.
+Nothing here holds weights: the engine loads a part, hands it to the phase and takes its memory back.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from vidax.errors import UserError
-from vidax.models.interface import Part, Sources, Text
+from vidax.models.interface import Footprint, Part, Sources, Text
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
 from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
 from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.layouts import WAN21
+from vidax.models.wan.programs import (
+    decode_chunk,
+    denoise_step,
+    encode,
+    enter,
+    footprint,
+    leave,
+    prepare,
+    start,
+    through,
+)
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
-from vidax.parallel.rules import everywhere, whole
-from vidax.sampling.guidance import guide
-from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
+from vidax.parallel.rules import whole
+from vidax.sampling.solvers import SolverTable
 from vidax.weights import Component
 from vidax.weights.layouts import differences, open_component
+from vidax.weights.residency import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,12 @@ class WanModel:
             for name, part in self.parts.items()
         }
 
+    def footprint(
+        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, *, compiled: bool
+    ) -> Footprint:
+        latents = (1, *self.latent_shape(width, height, frames))
+        return footprint(self.dit, latents, branches, dtype, mesh, compiled=compiled)
+
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
         return Part(T5Encoder.spec(self.text, dtype), part.checkpoint(), part.names)
@@ -139,12 +154,20 @@ class WanModel:
         on_step: Callable[[int], None],
     ) -> jax.Array:
         table = whole(table)
-        context = prepare(transformer, whole(text))
+        ring = transformer.blocks if isinstance(transformer.blocks, Ring) else None
+        ends = dataclasses.replace(transformer, blocks=None)
+        context = prepare(ends, whole(text))
         scale = None if guidance_scale is None else whole(np.float32(guidance_scale))
         # Placed like a step's result: otherwise the first step would compile a program of its own.
         state = start(table, whole(noise))
         for i in range(table.steps):
-            state = denoise_step(transformer, table, whole(np.int32(i)), state, context, scale)
+            index = whole(np.int32(i))
+            if ring:
+                tokens = enter(ends, table, index, state, scale)
+                tokens = ring.run(lambda layer, tokens: through(ends, layer, tokens, context), tokens)
+                state = leave(ends, table, index, state, tokens, scale)
+            else:
+                state = denoise_step(transformer, table, index, state, context, scale)
             state.sample.block_until_ready()
             on_step(i + 1)
         return state.sample
@@ -178,37 +201,3 @@ def check_parts(model: WanModel) -> None:
         for part, config in published.items():
             if difference := differences(model.parts[part].config, config):
                 raise UserError(f"{files[part]}: not the {WAN21.kinds[part].title} of Wan 2.1: {difference}")
-
-
-@jax.jit
-def encode(encoder: T5Encoder, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    return everywhere(encoder(ids, lengths))
-
-
-@jax.jit
-def prepare(dit: DiT, text: jax.Array) -> jax.Array:
-    return dit.prepare(text)
-
-
-@jax.jit
-def start(table: SolverTable, noise: jax.Array) -> SolverState:
-    return jax.tree.map(everywhere, initial_state(table, noise))
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def denoise_step(
-    dit: DiT, table: SolverTable, index: jax.Array, state: SolverState, context: jax.Array, scale: jax.Array | None
-) -> SolverState:
-    """One step of the solver. With a guidance scale, [conditional, unconditional] is one batch in one pass."""
-    row = table.row(index)
-    latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
-    velocity = dit(latents, jnp.full(latents.shape[0], row.timestep), context)
-    return jax.tree.map(everywhere, step(row, state, velocity if scale is None else guide(velocity, scale)))
-
-
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
-def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -> tuple[jax.Array, Any]:
-    """One chunk of latent frames to frames as `WanModel.decode` gives them, and the cache for the next chunk."""
-    frames, cache = decoder(latents, cache)
-    frames = jnp.round((frames + 1) * 127.5).astype(jnp.uint8) if dtype == "uint8" else frames / 2 + 0.5
-    return everywhere(frames), cache

@@ -21,7 +21,7 @@ from einops import rearrange, repeat
 from vidax.nn import Linear, Spec, fan_in, module, ones, static, zeros
 from vidax.ops.attention import attention
 from vidax.ops.conv import conv3d
-from vidax.parallel.rules import constrain
+from vidax.parallel.rules import Axis, constrain
 
 Cache = Any  # a pytree of past frames; None before the first chunk
 
@@ -219,8 +219,12 @@ def _chain(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
 
 def in_strips(x: jax.Array) -> jax.Array:
     """Frames [B F H W C] cut along their longer side, a strip for each device: the same side at every resolution."""
-    height, width = x.shape[2:4]
-    return constrain(x, None, None, *(("space", None) if height > width else (None, "space")), None)
+    return constrain(x, *strips(*x.shape[2:4]))
+
+
+def strips(height: int, width: int) -> tuple[Axis, ...]:
+    """The logical axes of frames of this size."""
+    return (None, None, "space", None, None) if height > width else (None, None, None, "space", None)
 
 
 @module

@@ -1,0 +1,90 @@
+"""Device memory of 14B's denoising step with its layers resident, half resident and streamed, on TPUs, without a TPU.
+
+    python benchmarks/residency_memory.py                       # every case: a minute or two each
+    python benchmarks/residency_memory.py --only v5e --json
+
+Compiles one layer (`through`), both guidance branches, bfloat16, for a topology with libtpu (extra: compile), and adds
+what lies beside it: `models.interface.Footprint`, the one that `--residency auto` uses. Device bytes are arguments +
+temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident row is the
+program of a whole step instead.
+
+The published engine takes 15.2 GB (streamed layer by layer) to 26.1 GB (resident) of each v4 chip at 1280x720x81.
+"""
+
+import argparse
+import json
+import os
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax.numpy as jnp
+from step_estimate import CHIPS, compile_step, mesh_of
+
+from vidax.models.wan.config import WAN21_14B
+from vidax.models.wan.programs import footprint
+from vidax.weights.memory import program_bytes
+from vidax.weights.residency import RESIDENT, STREAMED, Residency
+
+SIZES = ("832x480", "1280x720")
+# A slice of one chip is a part of the smallest topology that can be described.
+SLICES = (
+    ("v4:2x2x1", "seq=4"),
+    ("v5e:2x2", "seq=1"),
+    ("v5e:2x2", "seq=4"),
+    ("v5e:2x4", "seq=8"),
+    ("v6e:2x2", "seq=1"),
+    ("v6e:2x2", "seq=4"),
+)
+FRAMES = 81
+
+
+def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]]:
+    width, height = map(int, size.split("x"))
+    made = mesh_of(topology, mesh)
+    latents = (1, (FRAMES - 1) // 4 + 1, height // 8, width // 8, WAN21_14B.in_channels)
+    needs = footprint(WAN21_14B, latents, 2, jnp.bfloat16, made, compiled=True)
+    limit = CHIPS[topology.partition(":")[0]].memory_bytes
+    found = []
+    for residency in (RESIDENT, Residency(1, 2), STREAMED):
+        device = needs.total(residency)
+        if step and residency == RESIDENT:
+            device = program_bytes(compile_step(WAN21_14B, (width, height), topology, mesh, FRAMES))
+        streamed = needs.layers - residency.count(needs.layers)
+        found.append(
+            {
+                "model": "wan2.1-t2v-14b",
+                "size": size,
+                "frames": FRAMES,
+                "topology": f"{topology.partition(':')[0]}-{made.size}",
+                "residency": str(residency),
+                "device_gb": round(device / 1e9, 2),
+                "host_gb": round(streamed * needs.layer * made.size / 1e9, 2),
+                "limit_gb": round(limit / 1e9, 2),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases that contain this text, as in 'v5e' or '1280x720'")
+    parser.add_argument("--step", action="store_true", help="also compile the whole resident step")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found = []
+    for size in SIZES:
+        for topology, mesh in SLICES:
+            if arguments.only in f"{size} {topology} {mesh}":
+                for row in rows(size, topology, mesh, arguments.step):
+                    found.append(row)
+                    if not arguments.json:
+                        line = "{size} {topology:6} {residency:10} {device_gb:6} of {limit_gb} GB, host {host_gb} GB"
+                        print(line.format(**row), flush=True)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The compiled programs of a Wan model's phases, and how they are compiled without weights.
+
+The jitted functions are shared by every model and every request, so a shape compiles once in a process. `lower_*` takes
+them from descriptions alone, for the devices of the mesh in force, which need not be here.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vidax.models.interface import Footprint
+from vidax.models.towers.t5 import T5Encoder
+from vidax.models.wan.config import TEXT_TOKENS
+from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
+from vidax.models.wan.vae import Decoder, VAEConfig, strips
+from vidax.nn import Spec, abstract
+from vidax.parallel.rules import everywhere, sharding
+from vidax.sampling.guidance import guide
+from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
+from vidax.weights.memory import program_bytes, split_bytes
+
+
+@jax.jit
+def encode(encoder: T5Encoder, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    return everywhere(encoder(ids, lengths))
+
+
+@jax.jit
+def prepare(dit: DiT, text: jax.Array) -> jax.Array:
+    return dit.prepare(text)
+
+
+@jax.jit
+def start(table: SolverTable, noise: jax.Array) -> SolverState:
+    return jax.tree.map(everywhere, initial_state(table, noise))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def denoise_step(
+    dit: DiT, table: SolverTable, index: jax.Array, state: SolverState, context: jax.Array, scale: jax.Array | None
+) -> SolverState:
+    """One step of the solver. With a guidance scale, [conditional, unconditional] is one batch in one pass."""
+    row = table.row(index)
+    latents, timesteps = batch(row, state, scale)
+    return solve(row, state, dit(latents, timesteps, context), scale)
+
+
+def batch(row: SolverTable, state: SolverState, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Latents and timesteps for the network."""
+    latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
+    return latents, jnp.full(latents.shape[0], row.timestep)
+
+
+def solve(row: SolverTable, state: SolverState, velocity: jax.Array, scale: jax.Array | None) -> SolverState:
+    return jax.tree.map(everywhere, step(row, state, velocity if scale is None else guide(velocity, scale)))
+
+
+# A step in three programs, where layers are streamed: `ends` is the network without its layers.
+
+
+@jax.jit
+def enter(ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, scale: jax.Array | None) -> Tokens:
+    return ends.embed(*batch(table.row(index), state, scale))
+
+
+@functools.partial(jax.jit, donate_argnames="tokens")
+def through(ends: DiT, layer: Block, tokens: Tokens, context: jax.Array) -> tuple[Tokens, jax.Array]:
+    """One layer; the second result is ready when it has computed."""
+    tokens = ends.block(layer, tokens, context)
+    return tokens, everywhere(tokens.x[:1, 0, 0])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def leave(
+    ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, tokens: Tokens, scale: jax.Array | None
+) -> SolverState:
+    latents, _ = batch(row := table.row(index), state, scale)
+    return solve(row, state, ends.finish(tokens, latents), scale)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
+def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -> tuple[jax.Array, Any]:
+    """One chunk of latent frames to frames as `WanModel.decode` gives them, and the cache for the next chunk."""
+    frames, cache = decoder(latents, cache)
+    frames = jnp.round((frames + 1) * 127.5).astype(jnp.uint8) if dtype == "uint8" else frames / 2 + 0.5
+    return everywhere(frames), cache
+
+
+def lower_step(config: DiTConfig, latents: tuple[int, ...], branches: int, past: int, mesh: Mesh, dtype=jnp.bfloat16):
+    """`denoise_step` for latents [1 F H W C] and a solver that keeps `past` predictions, all layers resident."""
+    place = Places(mesh)
+    state = SolverState(place(latents), place(latents), (place(latents),) * past)
+    context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
+    scale = place(()) if branches == 2 else None
+    dit = abstract(DiT.spec(config, dtype), place.parameter)
+    with jax.set_mesh(mesh):
+        return denoise_step.lower(dit, place.table(past), place((), jnp.int32), state, context, scale)
+
+
+def lower_layer(config: DiTConfig, latents: tuple[int, ...], branches: int, mesh: Mesh, dtype=jnp.bfloat16):
+    """`through` for latents [1 F H W C]."""
+    place = Places(mesh)
+    ends = abstract(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place.parameter)
+    layer = abstract(Block.spec(config, dtype), place.parameter)
+    context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(
+            lambda ends, *inputs: ends.embed(*inputs), ends, place((branches, *latents[1:])), place((branches,))
+        )
+        lengths = None if shapes.lengths is None else place(shapes.lengths.shape, jnp.int32, "batch")
+        tokens = Tokens(
+            place(shapes.x.shape, jnp.float32, "batch", "tokens", None),
+            place(shapes.time.shape, jnp.float32, "batch", None),
+            place(shapes.modulation.shape, jnp.float32, "batch", None, None),
+            tuple(place(table.shape, jnp.float32, "tokens", None) for table in shapes.rope),
+            lengths,
+        )
+        return through.lower(ends, layer, tokens, context)
+
+
+def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
+    """`decode_chunk` for a latent frame of (H, W) after the first."""
+    place = Places(mesh)
+    decoder = abstract(Decoder.spec(config), place.parameter)
+    latents = place((1, 1, *size, config.latent_channels))
+    with jax.set_mesh(mesh):
+        _, cache = jax.eval_shape(lambda model, z: model(z, None), decoder, latents)
+        cache = jax.tree.map(lambda frames: place(frames.shape, frames.dtype, *strips(*frames.shape[2:4])), cache)
+        return decode_chunk.lower(decoder, latents, cache, "uint8")
+
+
+def footprint(
+    config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, *, compiled: bool
+) -> Footprint:
+    """What denoising latents [1 F H W C] takes; `compiled` compiles a layer, and else its activations are left out."""
+    place = Places(mesh).parameter
+    layer = split_bytes(Block.spec(config, dtype), place)
+    ends = split_bytes(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place)
+    # float32 latents, those of the last step and two predictions; a text of each branch.
+    kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * config.dim
+    tokens = math.prod(latents[1:4]) // math.prod(config.patch)
+    stream = 4 * branches * tokens * config.dim // (mesh.shape["seq"] * mesh.shape["data"])
+    program = 0
+    if compiled:
+        program = program_bytes(lower_layer(config, latents, branches, mesh, dtype).compile()) - layer
+    return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=config.layers)
+
+
+class Places:
+    """Abstract arrays as they lie on a mesh."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    def __call__(self, shape: tuple[int, ...], dtype: Any = jnp.float32, *axes: Any) -> jax.ShapeDtypeStruct:
+        place = sharding(self.mesh, axes, shape) if axes else NamedSharding(self.mesh, P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def parameter(self, spec: Spec) -> NamedSharding:
+        return sharding(self.mesh, spec.axes, spec.shape)
+
+    def table(self, past: int) -> SolverTable:
+        """Of any number of steps: the program takes a row of it."""
+        steps = 50
+        return SolverTable(*(self(shape) for shape in ((steps,), (steps, 2), (steps, 3 + past), (steps, 2 + past))))

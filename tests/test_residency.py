@@ -1,0 +1,198 @@
+"""Where layers live changes nothing in what they compute, and what fits is worked out before it is loaded."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from vidax import cli
+from vidax.engine import residency as settling
+from vidax.engine.engine import load
+from vidax.errors import UserError
+from vidax.models.interface import Footprint
+from vidax.weights import memory
+from vidax.weights.residency import RESIDENT, STREAMED, Residency, Ring, host_bytes, parse
+
+PROMPT = "a red circle moves right"
+
+
+@functools.cache
+def frames(residency: str, mesh: str, dtype: str) -> np.ndarray:
+    engine = load(dtype=dtype, mesh=mesh, residency=residency)
+    return engine.generate(PROMPT, steps=3, frames=5).frames
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", ["seq=1", "seq=4", "tensor=2", "data=2,seq=2,tensor=2"])
+@pytest.mark.parametrize("residency", ["streamed", "mixed:1/2", "mixed:2/3"])
+def test_same_bits(residency, mesh, dtype):
+    assert np.array_equal(frames(residency, mesh, dtype), frames("resident", mesh, dtype))
+
+
+def test_converted_weights_stream_too(tmp_path):
+    """A file of ours holds all layers of a parameter in one tensor."""
+    folder = tiny.write_folder(tmp_path / "model")
+    converted = tmp_path / "converted"
+    assert cli.main(["convert", str(folder), "--output", str(converted), "--dtype", "float32", "--quiet"]) == 0
+    fields = {"steps": 2, "frames": 5, "size": (32, 32), "guidance_scale": 4.0}
+    results = [
+        load(path, dtype="float32", residency=way).generate(PROMPT, **fields).frames
+        for path in (folder, converted)
+        for way in ("resident", "streamed")
+    ]
+    assert all(np.array_equal(other, results[0]) for other in results[1:])
+
+
+def test_spread():
+    half = [Residency(1, 2).holds(i) for i in range(6)]
+    assert half == [False, True] * 3
+    assert Residency(2, 3).count(40) == 26 and Residency(23, 40).count(40) == 23
+    assert RESIDENT.count(7) == 7 and STREAMED.count(7) == 0
+    assert list(map(str, (RESIDENT, STREAMED, Residency(1, 2)))) == ["resident", "streamed", "mixed:1/2"]
+    assert parse("auto") is None and parse("mixed:3/4") == Residency(3, 4)
+
+
+@pytest.mark.parametrize("text", ["mixed:0/2", "mixed:2/2", "mixed:3/2", "mixed", "mixed:1", "half", ""])
+def test_bad_residencies_are_sentences(text):
+    with pytest.raises(UserError, match=f"residency {text!r}: .*mixed:1/2"):
+        load(residency=text)
+
+
+def layers(count: int, on_host: tuple[int, ...]) -> list[dict[str, jax.Array]]:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    values = [np.full((4, 4), i, np.float32) for i in range(count)]
+    places = [device.with_memory_kind("pinned_host") if i in on_host else device for i in range(count)]
+    return [{"weight": jax.device_put(v, p), "bias": jnp.ones(4)} for v, p in zip(values, places, strict=True)]
+
+
+@pytest.mark.parametrize("on_host", [(0, 1, 2, 3, 4), (1, 3), (4,), ()])
+def test_ring_order_and_copies(on_host):
+    """Each streamed layer comes once a step, two at most are on the device, and the last step has one copy ahead."""
+    ring = Ring(layers(5, on_host))
+    copies, seen = [], []
+    copy = ring._copy
+    ring._copy = lambda i: copies.append(i) or copy(i)  # type: ignore[method-assign]
+
+    def block(layer, state):
+        assert layer["weight"].sharding.memory_kind == "device"
+        seen.append(int(layer["weight"][0, 0]))
+        assert len([x for x in (ring._coming, ring._arriving) if x is not None]) <= 2
+        return state + layer["weight"].sum(), state
+
+    state = jnp.float32(0)
+    for _ in range(3):
+        state = ring.run(block, state)
+    assert seen == [0, 1, 2, 3, 4] * 3 and float(state) == 3 * 16 * 10
+    expected = list(on_host) * 3
+    assert copies == expected + list(on_host[:1])
+    assert ring.bytes_moved == len(copies) * 64
+    ring.close()
+    assert ring._coming is None
+
+
+def test_small_parameters_stay():
+    engine = load(dtype="float32", mesh="seq=2", residency="streamed")
+    ring = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED).blocks
+    (layer, *_) = ring.layers
+    assert layer.self_attn.q.weight.sharding.memory_kind == "pinned_host"
+    assert layer.self_attn.q.bias.sharding.memory_kind == layer.modulation.sharding.memory_kind == "device"
+    assert 0.9 < host_bytes(layer) / sum(x.nbytes / 2 for x in jax.tree.leaves(layer)) < 1
+
+
+class Quiet:
+    def phase(self, *_):
+        pass
+
+    job = advance = warn = phase
+
+
+NEEDS = Footprint(fixed=1000, stream=10, layer=100, layers=10)
+
+
+def test_as_many_layers_as_fit():
+    assert NEEDS.total(RESIDENT) == 2000 and NEEDS.total(STREAMED) == 1200
+    assert settling.fill(NEEDS, 2000) == RESIDENT
+    assert settling.fill(NEEDS, 1999) == Residency(7, 10) and NEEDS.total(Residency(7, 10)) <= 1999
+    assert settling.fill(NEEDS, 1200).count(10) == 0
+
+
+def test_memory_limit_decides():
+    """The demo takes some MB: what a limit leaves on the device is what its own footprint says."""
+    engine = load(dtype="float32")
+    request = engine.request(PROMPT, frames=5)
+    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=True)
+    for resident in (0, 3, 6):
+        limit = needs.total(Residency(resident, 6)) if resident < 6 else needs.total(RESIDENT)
+        limited = load(dtype="float32", memory_limit=(limit + 1) / 1e9)
+        assert limited.settle(request).count(6) == resident
+        record = limited.describe(request)
+        assert record["residency"].endswith(" (auto)")
+
+
+def test_too_little_memory_is_a_sentence():
+    engine = load(dtype="float32", memory_limit=0.001)
+    with pytest.raises(
+        UserError, match=r"streamed layers it takes .* GB of each device, and the memory limit is 0.001"
+    ):
+        engine.generate(PROMPT, steps=2, frames=5)
+    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=True)
+    between = load(dtype="float32", residency="resident", memory_limit=needs.total(STREAMED) / 1e9 + 1e-5)
+    with pytest.raises(UserError, match=r"with resident layers it takes .* let --residency auto choose"):
+        between.generate(PROMPT, steps=2, frames=5)
+
+
+def test_too_little_host_memory_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(settling, "host_available", lambda: 1_000_000)
+    engine = load(dtype="float32", residency="streamed")
+    with pytest.raises(UserError, match=r"6 of 6 layers in host memory take .* GB, and 0.001 GB are available"):
+        engine.generate(PROMPT, steps=2, frames=5)
+
+
+@pytest.mark.parametrize("limit", [0, -3, float("nan")])
+def test_a_limit_is_a_number_of_gigabytes(limit):
+    with pytest.raises(UserError, match="give the GB of each device that may be used"):
+        load(memory_limit=limit)
+
+
+def test_a_container_bounds_the_host(tmp_path, monkeypatch):
+    """Version 2 of control groups, and the older; files that the kernel may drop count as free."""
+    free = memory.host_available()
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\nactive_file 20\ninactive_file 300\n")
+    monkeypatch.setattr(memory, "_cgroup", lambda: tmp_path)
+    assert memory.host_available() == 100_320
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.host_available() == pytest.approx(free, rel=0.2)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("5000")
+    (old / "memory.usage_in_bytes").write_text("1000")
+    monkeypatch.setattr(memory, "_cgroup", lambda: old)
+    assert memory.host_available() == 4000
+
+
+def test_the_record_says_what_was_moved():
+    engine = load(dtype="float32", residency="mixed:1/2")
+    record = engine.generate(PROMPT, steps=4, frames=5).metadata
+    ring = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), Residency(1, 2)).blocks
+    per_step = sum(map(host_bytes, ring.layers))
+    assert per_step <= record["streaming"]["bytes_per_step_and_device"] <= per_step * 1.25  # one copy ahead in 4 steps
+    assert 0 <= record["streaming"]["share_of_denoising"] <= 1
+    assert "streaming" not in load().generate(PROMPT, steps=2, frames=5).metadata
+
+
+def test_footprint_is_what_the_device_holds():
+    """Weights by shard shapes equal those that are loaded."""
+    engine = load(dtype="float32", mesh="seq=2,tensor=2", residency="streamed")
+    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=False)
+    dit = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)
+    layer = dit.blocks.layers[0]
+    first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layer))
+    assert needs.layer == first
+    ends = dataclasses.replace(dit, blocks=None)
+    assert needs.fixed > sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(ends))
