@@ -91,6 +91,18 @@ def test_keys_beyond_a_length_are_not_read():
         np.testing.assert_array_equal(attend(case, wild), attend(case))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["bounded", "running"])
+def test_keys_beyond_a_known_number_are_not_read(kernel, dtype):
+    """As many as make the tokens of a video whole tiles; neither their values nor NaN in them play a part."""
+    case = Case(129, 384, 64, dtype)
+    q, k, v = case.inputs
+    k, v = k.at[:, 300:].set(1e4), v.at[:, 300:].set(-1e4)
+    wanted = attention_in_float64(q, k[:, :300], v[:, :300], scale=case.scale)
+    out = attend(case, (q, k, v), kernel=kernel, real_keys=300)
+    assert relative_error(out, wanted) < case.tolerance
+
+
 def test_float32_queries_are_rounded_once():
     """Queries in float32 with keys in bfloat16 are at least as near as queries rounded before they are scaled."""
     case = Case(257, 300, 128)

@@ -49,6 +49,15 @@ def test_keys_beyond_a_length_are_not_read():
         np.testing.assert_array_equal(wild, attend(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_real_keys(name):
+    q, k, v = Case(9, 20, 64).inputs
+    out = attention(q, k, v, real_keys=13, impl=name)
+    assert np.array_equal(out, attention(q, k[:, :13], v[:, :13], impl=name))
+    with pytest.raises(ValueError, match="real_keys goes with neither segments nor a bias"):
+        attention(q, k, v, real_keys=13, bias=jnp.zeros((2, 9, 20)), impl="reference")
+
+
 def test_bias_and_scale():
     """As T5 has them: an additive bias, and scores that are not scaled."""
     q, k, v = Case(129, 129).inputs

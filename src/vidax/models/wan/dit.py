@@ -99,18 +99,16 @@ class Attention:
         return Attention(project(), project(), project(), o, norm(), norm(), c.heads)
 
     def __call__(
-        self, x: jax.Array, context: jax.Array, rope: Rope | None = None, lengths: jax.Array | None = None
+        self, x: jax.Array, context: jax.Array, rope: Rope | None = None, real: int | None = None
     ) -> jax.Array:
-        """x [B L D] attends to context [B S D]. Self-attention has a `rope` table, and may have lengths [B], at and
-        beyond which tokens are not seen.
-        """
+        """x [B L D] attends to context [B S D]. Self-attention has a `rope` table, and sees its first `real` tokens."""
         split = lambda t: rearrange(t, "b l (n k) -> b l n k", n=self.heads)  # noqa: E731
         q, k, v = split(self.norm_q(self.q(x))), split(self.norm_k(self.k(context))), split(self.v(context))
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dtype = self.q.weight.dtype
         q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-        out = attention(q, k, v, kv_lengths=lengths, split="queries" if rope is None else "tokens")
+        out = attention(q, k, v, real_keys=real, split="queries" if rope is None else "tokens")
         return self.o(rearrange(out, "b l n k -> b l (n k)"))
 
 
@@ -135,15 +133,15 @@ class Block:
         )
 
     def __call__(
-        self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope, lengths: jax.Array | None
+        self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope, real: int | None = None
     ) -> jax.Array:
-        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]; of the tokens of x,
-        lengths [B] are real.
+        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]; of the tokens of x the
+        first `real` are no padding.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(self.modulation + modulation, 6, axis=1)
         dtype = self.self_attn.q.weight.dtype
         h = (standardize(x, self.eps) * (1 + scale1) + shift1).astype(dtype)
-        x = residual(x + self.self_attn(h, h, rope, lengths) * gate1)
+        x = residual(x + self.self_attn(h, h, rope, real) * gate1)
         x = residual(x + self.cross_attn(self.norm3(x).astype(dtype), context))
         h = (standardize(x, self.eps) * (1 + scale2) + shift2).astype(dtype)
         return residual(x + self.ffn(h) * gate2)
@@ -211,13 +209,12 @@ class DiT:
         time = constrain(self.time_embedding(sinusoid(timesteps, c.frequency_dim)), "batch", None)
         modulation = constrain(self.time_projection(jax.nn.silu(time)), "batch", None)
         modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
-        lengths = jnp.full(x.shape[:1], real, jnp.int32) if padding else None
-        return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), lengths)
+        return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), real)
 
     def block(self, layer: Block, tokens: "Tokens", context: jax.Array) -> "Tokens":
         """One layer, whose weights lie as they are stored."""
         layer = gathered(Block.spec(self.config, None), layer)
-        x = layer(tokens.x, tokens.modulation, context, tokens.rope, tokens.lengths)
+        x = layer(tokens.x, tokens.modulation, context, tokens.rope, tokens.real)
         return dataclasses.replace(tokens, x=x)
 
     def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
@@ -252,7 +249,7 @@ class Tokens:
     time: Any  # [B D]
     modulation: Any  # [B 6 D]
     rope: Any  # cos and sin [L K]
-    lengths: Any  # [B] real tokens, or None where all are
+    real: int = static()  # how many tokens are no padding
 
 
 def residual(x: jax.Array) -> jax.Array:

@@ -113,13 +113,12 @@ def lower_layer(config: DiTConfig, latents: tuple[int, ...], branches: int, mesh
         shapes = jax.eval_shape(
             lambda ends, *inputs: ends.embed(*inputs), ends, place((branches, *latents[1:])), place((branches,))
         )
-        lengths = None if shapes.lengths is None else place(shapes.lengths.shape, jnp.int32, "batch")
         tokens = Tokens(
             place(shapes.x.shape, jnp.float32, "batch", "tokens", None),
             place(shapes.time.shape, jnp.float32, "batch", None),
             place(shapes.modulation.shape, jnp.float32, "batch", None, None),
             tuple(place(table.shape, jnp.float32, "tokens", None) for table in shapes.rope),
-            lengths,
+            shapes.real,
         )
         return through.lower(ends, layer, tokens, context)
 

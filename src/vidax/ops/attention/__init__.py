@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from vidax.ops.attention import pallas_tpu as pallas
 from vidax.ops.attention.chunked import chunked
 from vidax.ops.attention.cudnn import cudnn
-from vidax.ops.attention.placement import Split, parts, place
+from vidax.ops.attention.placement import Placement, Split, parts, place
 from vidax.ops.attention.reference import reference
 from vidax.parallel.mesh import AXES
 from vidax.parallel.rules import constrain_to, in_force, kind_in_force
@@ -31,6 +31,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "chunked": chunked,
     "reference": reference,
 }
+
+Run = Callable[..., jax.Array]
 
 STANDARD = ((0, 1, 2, 3),) * 3  # of q, k and v: [B L N K]
 
@@ -103,6 +105,7 @@ def attention(
     v: jax.Array,
     *,
     kv_lengths: jax.Array | None = None,
+    real_keys: int | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
@@ -112,7 +115,7 @@ def attention(
     """Softmax(q k^T * scale + bias) v, with scores and statistics in float32.
 
     q [B L N K]; k, v [B S N K]; bias [N L S]; scale: 1/sqrt(K) if None.
-    kv_lengths [B], at least 1: keys at and beyond it are ignored.
+    kv_lengths [B], at least 1: keys at and beyond it are ignored. real_keys: the same for all rows, known beforehand.
     segments ([B L], [B S]), integers: a query sees the keys of its own segment, of which there is at least one.
     split: what a mesh splits, see `placement.place`.
     impl: a name of `IMPLEMENTATIONS`; None for the automatic choice. Returns [B L N K] in v's dtype.
@@ -132,36 +135,64 @@ def attention(
         impl = choose(*shapes, v.dtype, biased=bias is not None, segments=segments is not None).name
     if bias is not None and impl != "reference":
         raise ValueError(f"{impl} attention takes no additive bias; use impl='reference'")
-    # The kernel's own layouts come first: then whoever makes q, k and v writes them so, and what devices exchange are
-    # whole tiles.
-    run: Callable[..., jax.Array] = functools.partial(IMPLEMENTATIONS[impl], scale=scale)
-    orders = STANDARD
+    if real_keys is not None and (segments is not None or bias is not None):
+        raise ValueError("real_keys goes with neither segments nor a bias; use kv_lengths")
     if impl == "pallas_tpu":
-        orders, run = pallas.ORDERS, functools.partial(pallas.attend, chip=kind_in_force()[1])
-        q = pallas.scaled(q, scale, k.dtype)
-    q, k, v = (x.transpose(order) for x, order in zip((q, k, v), orders, strict=True))
-
-    if any(size > 1 for size in in_force().values()):
-        queries, keys = placement.queries, placement.keys
-        in_specs = [P(*(spec[i] for i in order)) for spec, order in zip((queries, keys, keys), orders, strict=True)]
-        outside = [P(*(placement.outside[i] for i in order)) for order in orders]
-        before = outside if split == "tokens" else [outside[0], *in_specs[1:]]
-        q, k, v = (
-            constrain_to(constrain_to(x, come), go) for x, come, go in zip((q, k, v), before, in_specs, strict=True)
-        )
-        specs = {
-            "kv_lengths": P(queries[0]),
-            "segments": (P(queries[0], queries[1]), P(queries[0], keys[1])),
-            "bias": P(queries[2], queries[1], keys[1]),
-        }
-        out = jax.shard_map(
-            lambda q, k, v, given: run(q, k, v, **given),
-            in_specs=(*in_specs, {name: specs[name] for name in given}),
-            out_specs=in_specs[0],
-            axis_names=set(AXES),
-            check_vma=False,
-        )(q, k, v, given)
-        out = constrain_to(constrain_to(out, in_specs[0]), outside[0])
+        # The kernel's own layouts come first: then whoever makes q, k and v writes them so, and what devices exchange
+        # are whole tiles.
+        orders, q = pallas.ORDERS, pallas.scaled(q, scale, k.dtype)
+        run: Run = functools.partial(pallas.attend, real_keys=real_keys, chip=kind_in_force()[1])
     else:
-        out = run(q, k, v, **given)
+        orders, run = STANDARD, functools.partial(IMPLEMENTATIONS[impl], scale=scale)
+        if real_keys is not None:
+            run = first_keys(run, real_keys)
+    operands = tuple(x.transpose(order) for x, order in zip((q, k, v), orders, strict=True))
+    if all(size == 1 for size in in_force().values()):
+        out = run(*operands, **given)
+    else:
+        out = over_mesh(run, operands, given, orders, placement, keys_split=split == "tokens")
     return out.transpose([orders[0].index(i) for i in range(4)])
+
+
+def first_keys(run: Run, count: int) -> Run:
+    """`run` without the keys beyond `count`."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
+        return run(q, k[:, :count], v[:, :count], **given)
+
+    return attend
+
+
+def over_mesh(
+    run: Run,
+    operands: tuple[jax.Array, ...],
+    given: Mapping[str, Any],
+    orders: tuple[tuple[int, ...], ...],
+    placement: Placement,
+    *,
+    keys_split: bool,
+) -> jax.Array:
+    """`run` on what each device has of q, k and v, whose dimensions have been put in `orders`.
+
+    keys_split: keys and values come split over their tokens as queries do.
+    """
+    queries, keys = placement.queries, placement.keys
+    within = [P(*(spec[i] for i in order)) for spec, order in zip((queries, keys, keys), orders, strict=True)]
+    outside = [P(*(placement.outside[i] for i in order)) for order in orders]
+    come = outside if keys_split else [outside[0], *within[1:]]
+    # Both constraints: from one to the other is what the devices exchange.
+    operands = tuple(constrain_to(constrain_to(x, a), b) for x, a, b in zip(operands, come, within, strict=True))
+    specs = {
+        "kv_lengths": P(queries[0]),
+        "segments": (P(queries[0], queries[1]), P(queries[0], keys[1])),
+        "bias": P(queries[2], queries[1], keys[1]),
+    }
+    local: Run = lambda q, k, v, given: run(q, k, v, **given)  # noqa: E731
+    out = jax.shard_map(
+        local,
+        in_specs=(*within, {name: specs[name] for name in given}),
+        out_specs=within[0],
+        axis_names=set(AXES),
+        check_vma=False,
+    )(*operands, given)
+    return constrain_to(constrain_to(out, within[0]), outside[0])

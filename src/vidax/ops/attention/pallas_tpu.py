@@ -54,6 +54,7 @@ def attend(
     v: jax.Array,
     *,
     kv_lengths: jax.Array | None = None,
+    real_keys: int | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     kernel: str | None = None,
     tiles: Tiles | tuple[int, ...] | None = None,
@@ -62,6 +63,7 @@ def attend(
 ) -> jax.Array:
     """Attention in the kernel's layouts: q [B N K L], `scaled`; k [B N S K]; v [B N K S]. Returns [B N K L].
 
+    kv_lengths [B]: keys at and beyond it are ignored; real_keys: the same for all rows.
     segments: (query segments [B L], key segments [B S]), int32: a query sees the keys of its own segment, of which
     there must be one. A row's sum and output are float32.
     kernel: "bounded" or "running"; None for "bounded". tiles: in the order of `Tiles`; None: as tiles.json says for
@@ -70,16 +72,17 @@ def attend(
     if kernel not in (None, *KERNELS):
         raise ValueError(f"no TPU attention kernel is called {kernel!r}; there are 'bounded' and 'running'")
     batch, heads, size, length = q.shape
-    keys = k.shape[2]
+    stored = k.shape[2]
+    keys = min(real_keys or stored, stored)
     chip = jax.devices()[0].device_kind if chip is None else chip
     if tiles is None:
         tiles, note = choose_tiles(chip, size, length, keys)
         if note:
             warnings.warn(note, stacklevel=2)
     tiles = tiles if isinstance(tiles, Tiles) else Tiles(*tiles)
-    tiles = fit(tiles, length, keys, k.dtype.itemsize)
+    tiles = fit(tiles, length, stored, k.dtype.itemsize)
 
-    lengths = _lengths(kv_lengths, k)
+    lengths = jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys)
     mean = mean_key(k, lengths)
     if kernel == "running" or segments is not None:
         running = jnp.ones((batch, heads), jnp.int32)
@@ -92,10 +95,12 @@ def attend(
 
     filling = mean[:, :, None].astype(k.dtype)
     if kv_lengths is not None:
-        valid = jnp.arange(keys) < lengths[:, None]
+        valid = jnp.arange(stored) < lengths[:, None]
         k = jnp.where(valid[:, None, :, None], k, filling)
         v = jnp.where(valid[:, None, None, :], v, 0)
-    if padding := -keys % tiles.keys:
+    elif stored > keys:
+        k, v = k.at[:, :, keys:].set(filling), v.at[..., keys:].set(0)
+    if padding := -stored % tiles.keys:
         k = jnp.concatenate([k, jnp.broadcast_to(filling, (batch, heads, padding, size))], 2)
     k, v = _pad(k, 3, HEAD_SIZE_STEP), _pad(_pad(v, 3, tiles.keys), 2, HEAD_SIZE_STEP)
     q = _pad(q, 2, HEAD_SIZE_STEP)
@@ -110,7 +115,7 @@ def attend(
         shift.reshape(batch * heads, 1, -1),
         running.reshape(-1),
         segments,
-        None if kv_lengths is None else jnp.repeat(lengths, heads),
+        None if kv_lengths is None else jnp.repeat(lengths.astype(jnp.int32), heads),
         keys=keys,
         heads=heads,
         tiles=tiles,
