@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Of the largest value. Measured, largest of all implementations: 1.7e-6 and 5e-3.
+# Of the largest value. Measured, largest of all implementations: 1.7e-6 and 6e-3.
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}
 
 
@@ -87,7 +87,7 @@ class Case:
     def tolerance(self) -> float:
         """Scores are rounded relative to their size, and the exponential makes of it a relative error."""
         largest = max(self.magnitude**2, self.magnitude * ((self.key_norm or 0) + self.key_offset) / 8)
-        return TOLERANCE[self.dtype] + 5e-7 * largest  # measured: 8e-8
+        return TOLERANCE[self.dtype] + 5e-7 * largest  # measured: 8e-8, and 3e-7 for the TPU kernel
 
 
 CASES = [

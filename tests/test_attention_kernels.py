@@ -65,7 +65,7 @@ def test_large_keys_take_the_running_maximum():
     np.testing.assert_array_equal(guarded_heads(*one.inputs[:2], scale=one.scale), [[False, True]] * 2)
     out = attend(LARGE)
     assert np.isfinite(out).all()
-    assert relative_error(out, expected(LARGE)) < 2e-3  # scores of thousands, in float32; measured: 5e-4
+    assert relative_error(out, expected(LARGE)) < 2e-4  # scores of thousands, in float32; measured: 7e-5
 
 
 def test_without_the_guard_large_keys_fail(monkeypatch):
