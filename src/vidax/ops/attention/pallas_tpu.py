@@ -99,7 +99,9 @@ def attend(
         k = jnp.where(valid[:, None, :, None], k, filling)
         v = jnp.where(valid[:, None, None, :], v, 0)
     elif stored > keys:
-        k, v = k.at[:, :, keys:].set(filling), v.at[..., keys:].set(0)
+        tail = jnp.broadcast_to(filling, (batch, heads, stored - keys, size))
+        k = jax.lax.dynamic_update_slice(k, tail, (0, 0, keys, 0))
+        v = jax.lax.dynamic_update_slice(v, jnp.zeros_like(tail).swapaxes(2, 3), (0, 0, 0, keys))
     if padding := -stored % tiles.keys:
         k = jnp.concatenate([k, jnp.broadcast_to(filling, (batch, heads, padding, size))], 2)
     k, v = _pad(k, 3, HEAD_SIZE_STEP), _pad(_pad(v, 3, tiles.keys), 2, HEAD_SIZE_STEP)
