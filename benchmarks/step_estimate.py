@@ -216,37 +216,44 @@ def link_seconds(op: Operation, chip: Chip, grid: tuple[int, ...], parts: int) -
     return (2 if op.kind == "all-reduce" else 1) * op.bytes * share / (2 * link)
 
 
-def estimate(model: str, size: str, topology: str, mesh: str, published: str = "") -> dict[str, Any]:
-    """One row of the table."""
-    config, generation = MODELS[model], topology.partition(":")[0]
-    chip, grid = CHIPS[generation], tuple(map(int, topology.partition(":")[2].split("x")))
-    width, height = map(int, size.split("x"))
-    start = time.perf_counter()
-    compiled = compile_step(config, (width, height), topology, mesh)
-    compile_seconds = time.perf_counter() - start
-    ops = operations(compiled.as_text())
-    shape = meshes.parse(mesh)
+def seconds_of(text: str, topology: str, devices: int) -> tuple[float, float, float]:
+    """Seconds of a compiled program's own operations, of its attention kernels and of its collectives."""
+    generation, _, shape = topology.partition(":")
+    chip, grid, ops = CHIPS[generation], tuple(map(int, shape.split("x"))), operations(text)
     kernel = 0.0
     for op in ops:
         if op.kind == "kernel":
             heads, head_size, queries, keys = op.heads_head_size_queries_keys
             kernel += op.times * heads * measured_cycles(DEVICE_KINDS[generation], head_size, queries, keys)
     program = sum(op.times * op.cycles for op in ops)
-    links = sum(op.times * link_seconds(op, chip, grid, shape.devices) for op in ops if op.kind in COLLECTIVES)
+    links = sum(op.times * link_seconds(op, chip, grid, devices) for op in ops if op.kind in COLLECTIVES)
+    return program / chip.clock_hz, kernel / chip.clock_hz, links
+
+
+def estimate(model: str, size: str, topology: str, mesh: str, published: str = "") -> dict[str, Any]:
+    """One row of the table."""
+    config, generation = MODELS[model], topology.partition(":")[0]
+    chip = CHIPS[generation]
+    width, height = map(int, size.split("x"))
+    start = time.perf_counter()
+    compiled = compile_step(config, (width, height), topology, mesh)
+    compile_seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    program, kernel, links = seconds_of(text, topology, (devices := meshes.parse(mesh).devices))
     flops = 2 * step_flops(config, 21 * (height // 16) * (width // 16), TEXT_TOKENS)
     row = {
         "model": model,
         "size": size,
         "topology": topology,
         "mesh": mesh,
-        "program_seconds": program / chip.clock_hz,
-        "attention_seconds": kernel / chip.clock_hz,
+        "program_seconds": program,
+        "attention_seconds": kernel,
         "links_seconds": links,
-        "step_seconds": (program + kernel) / chip.clock_hz + links,
-        "floor_seconds": flops / chip.flops / shape.devices,
+        "step_seconds": program + kernel + links,
+        "floor_seconds": flops / chip.flops / devices,
         "device_gb": program_bytes(compiled) / 1e9,
         "limit_gb": chip.memory_bytes / 1e9,
-        "collectives_per_layer": collectives(ops),
+        "collectives_per_layer": collectives(operations(text)),
         "compile_seconds": compile_seconds,
         "published": published,
     }
