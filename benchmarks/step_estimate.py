@@ -115,11 +115,13 @@ class Operation:
     cycles: int  # as the compiler estimates, once
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of the result, and of a kernel's operands
     path: str  # where in the model it comes from
+    asynchronous: bool = False  # started here and awaited elsewhere
 
     @property
     def bytes(self) -> int:
-        """Of the result; an asynchronous gather names its operand first, which is smaller."""
-        return max(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.shapes if dtype in ITEM_BYTES)
+        """Of the results, of which a combined collective has several. An asynchronous one names its operand too."""
+        sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.shapes if dtype in ITEM_BYTES]
+        return max(sizes) if self.asynchronous else sum(sizes)
 
     @property
     def heads_head_size_queries_keys(self) -> tuple[int, int, int, int]:
@@ -184,6 +186,7 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
                 int(cycles[1]) if cycles and not kernel else 0,
                 tuple((dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in shapes),
                 path[1] if path else "",
+                opcode.endswith("-start"),
             )
 
 

@@ -26,8 +26,8 @@ from vidax.models.wan.dit import Block
 from vidax.models.wan.programs import Places, lower_layer
 from vidax.weights.memory import split_bytes
 
-# Bytes per second from the host to one chip: jax-ml.github.io/scaling-book/tpus counts 1.5e10 for v5e and v6e; for v4 the
-# same is taken.
+# Bytes per second from the host to one chip: jax-ml.github.io/scaling-book/tpus counts 1.5e10 for v5e and v6e; the same
+# is taken for v4.
 HOST_LINK = 1.5e10
 
 CASES = (("v4:2x2x1", "seq=4"), ("v5e:2x4", "seq=8"), ("v6e:2x4", "seq=8"))
