@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import tiny
 
 from vidax import cli
+from vidax.engine import engine as engine_module
 from vidax.engine import residency as settling
 from vidax.engine.engine import load
 from vidax.errors import UserError
@@ -17,6 +19,7 @@ from vidax.models.interface import Footprint
 from vidax.weights import memory
 from vidax.weights.residency import RESIDENT, STREAMED, Residency, Ring, host_bytes, parse
 
+loading = sys.modules["vidax.weights.load"]  # the package has a function of that name
 PROMPT = "a red circle moves right"
 
 
@@ -96,7 +99,7 @@ def test_ring_order_and_copies(on_host):
 
 def test_small_parameters_stay():
     engine = load(dtype="float32", mesh="seq=2", residency="streamed")
-    ring = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED).blocks
+    ring = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)[0].blocks
     (layer, *_) = ring.layers
     assert layer.self_attn.q.weight.sharding.memory_kind == "pinned_host"
     assert layer.self_attn.q.bias.sharding.memory_kind == layer.modulation.sharding.memory_kind == "device"
@@ -179,7 +182,7 @@ def test_a_container_bounds_the_host(tmp_path, monkeypatch):
 def test_the_record_says_what_was_moved():
     engine = load(dtype="float32", residency="mixed:1/2")
     record = engine.generate(PROMPT, steps=4, frames=5).metadata
-    ring = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), Residency(1, 2)).blocks
+    ring = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), Residency(1, 2))[0].blocks
     per_step = sum(map(host_bytes, ring.layers))
     assert per_step <= record["streaming"]["bytes_per_step_and_device"] <= per_step * 1.25  # one copy ahead in 4 steps
     assert 0 <= record["streaming"]["share_of_denoising"] <= 1
@@ -190,9 +193,32 @@ def test_footprint_is_what_the_device_holds():
     """Weights by shard shapes equal those that are loaded."""
     engine = load(dtype="float32", mesh="seq=2,tensor=2", residency="streamed")
     needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=False)
-    dit = engine.load("transformer", engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)
+    dit = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)[0]
     layer = dit.blocks.layers[0]
     first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layer))
     assert needs.layer == first
     ends = dataclasses.replace(dit, blocks=None)
     assert needs.fixed > sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(ends))
+
+
+def test_without_pinned_memory_it_goes_on(monkeypatch):
+    """And says so, on the way and in the record; the frames are the same."""
+    make = loading.make
+
+    def refuse(spec, place, read):
+        if place.memory_kind == "pinned_host":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory\nat some place")
+        return make(spec, place, read)
+
+    monkeypatch.setattr(loading, "make", refuse)
+    result = load(dtype="float32", mesh="seq=1", residency="streamed").generate(PROMPT, steps=3, frames=5)
+    (sentence,) = (warning for warning in result.metadata["warnings"] if "pinned" in warning)
+    assert sentence.startswith("no pinned host memory for the layers (RESOURCE_EXHAUSTED: no pinned memory), so")
+    assert np.array_equal(result.frames, frames("resident", "seq=1", "float32"))
+    assert result.metadata["streaming"]["bytes_per_step_and_device"] > 0
+
+
+def test_much_waiting_is_a_warning(monkeypatch):
+    monkeypatch.setattr(engine_module, "WAITING", -1)
+    record = load(dtype="float32", residency="mixed:1/2").generate(PROMPT, steps=2, frames=5).metadata
+    assert any("of denoising was waiting for layers from host memory (mixed:1/2)" in w for w in record["warnings"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import time
@@ -32,9 +33,10 @@ from vidax.parallel.mesh import MeshShape
 from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
-from vidax.weights.residency import HOST, RESIDENT, Residency, Ring, layers_apart
+from vidax.weights.residency import DEVICE, PINNED, RESIDENT, UNPINNED, Residency, Ring, layers_apart
 from vidax.weights.residency import parse as parse_residency
 
+WAITING = 0.1  # of the denoising time, above which a user should know
 SMALL = 1 << 12  # bytes of a layer's parameter that streaming would gain nothing on
 DTYPES = ("bfloat16", "float32")
 
@@ -211,13 +213,17 @@ class Engine:
         del encoder
 
         residency = min((self.settle(job.request) for job in jobs), key=lambda r: r.resident / r.of)
-        dit = self.load("transformer", parts[1], timings, progress, residency)
+        dit, warning = self.load_transformer(parts[1], timings, progress, residency)
+        if warning:
+            warn(warning, works, progress)
         with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
                 progress.job(number, len(works))
                 with work.own_fault(), self.in_collectives(), work.timed("denoise"):
                     work.latents = self.denoise(dit, work, texts, after(done, advance))
+                if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
+                    warn(waiting(share, self.settle(work.job.request)), [work], progress)
                 done += work.steps
                 advance(done)
         del dit, texts
@@ -282,32 +288,50 @@ class Engine:
         part: Part,
         timings: dict[str, float],
         progress: Progress,
-        residency: Residency = RESIDENT,
+        layers: Callable[[Spec, int], str] | None = None,
     ) -> Any:
-        """A part's weights on the mesh, of a transformer all or as many layers as the residency says; the others in
-        host memory. Nothing here keeps them: they are gone when the caller lets go.
+        """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go.
+
+        layers: the memory kind of each layer's parameters; they are then arrays of their own (`Apart`).
         """
 
         def place(spec: Spec) -> jax.sharding.NamedSharding:
             return sharding(self.mesh, spec.axes, spec.shape)
 
         def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
-            small = residency.holds(layer) or len(spec.shape) < 2 or spec.nbytes < SMALL
-            return place(spec) if small else place(spec).with_memory_kind(HOST)
+            assert layers is not None
+            return place(spec).with_memory_kind(layers(spec, layer))
 
         loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
         with loading as advance, processes.in_step(self.shared):
-            loaded = load_weights(
+            return load_weights(
                 part.spec,
                 part.checkpoint,
                 part.mapping,
                 sharding=place,
-                layer_sharding=None if residency == RESIDENT else place_layer,
+                layer_sharding=place_layer if layers else None,
                 progress=lambda done, _: advance(done),
             )
+
+    def load_transformer(
+        self, part: Part, timings: dict[str, float], progress: Progress, residency: Residency
+    ) -> tuple[Any, str | None]:
+        """The transformer with as many layers on the device as the residency says, and what the user should know."""
         if residency == RESIDENT:
-            return loaded
-        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
+            return self.load("transformer", part, timings, progress), None
+
+        def kind(spec: Spec, layer: int, host: str) -> str:
+            small = len(spec.shape) < 2 or spec.nbytes < SMALL
+            return DEVICE if small or residency.holds(layer) else host
+
+        warning = None
+        try:
+            loaded = self.load("transformer", part, timings, progress, functools.partial(kind, host=PINNED))
+        except jax.errors.JaxRuntimeError as error:
+            warning = f"no pinned host memory for the layers ({first_line(error)}), so their copies may be slower"
+            loaded = self.load("transformer", part, timings, progress, functools.partial(kind, host=UNPINNED))
+        layers = layers_apart(loaded.blocks, loaded.config.layers)
+        return dataclasses.replace(loaded, blocks=Ring(layers)), warning
 
     def in_collectives(self) -> contextlib.AbstractContextManager[None]:
         """For work that the processes of the mesh do together: an error of one becomes that of all, or ends it."""
@@ -414,10 +438,26 @@ def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progr
     """Say that a prompt was cut, also in the records of its jobs."""
     start = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
     sentence = f"the prompt {start!r} is longer than {tokens} tokens; what comes after them is left out"
+    warn(sentence, [work for work in works if prompt in work.job.request.prompts], progress)
+
+
+def warn(sentence: str, works: Iterable["Work"], progress: Progress) -> None:
+    """Say it, also in the records of these jobs."""
     for work in works:
-        if prompt in work.job.request.prompts:
-            work.metadata["warnings"].append(sentence)
+        work.metadata["warnings"].append(sentence)
     progress.warn(sentence)
+
+
+def waiting(share: float, residency: Residency) -> str:
+    """What to do where copies take longer than what hides them."""
+    return (
+        f"{share:.0%} of denoising was waiting for layers from host memory ({residency}); keep more of them on the "
+        "device (--residency mixed:r/g, or a higher --memory-limit), or split them over more devices in seq"
+    )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import jax
 from vidax.errors import UserError
 from vidax.weights.load import Apart
 
-HOST, DEVICE = "pinned_host", "device"
+PINNED, UNPINNED, DEVICE = "pinned_host", "unpinned_host", "device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def on_host(x: jax.Array) -> bool:
-    return x.sharding.memory_kind == HOST
+    return x.sharding.memory_kind in (PINNED, UNPINNED)
 
 
 def host_bytes(layer: Any) -> int:
