@@ -100,7 +100,7 @@ def test_norm2_and_norm3_of_the_checkpoint():
 def test_norm2_and_norm3_of_a_block(monkeypatch):
     """The norm with parameters before the MLP instead of before cross-attention: 14,000 times."""
 
-    def swapped(block, x, modulation, context, rope):
+    def swapped(block, x, modulation, context, rope, real):
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(block.modulation + modulation, 6, axis=1)
         h = standardize(x, block.eps) * (1 + scale1) + shift1
         x = x + block.self_attn(h, h, rope) * gate1

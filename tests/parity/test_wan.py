@@ -141,7 +141,8 @@ def reference_intermediates(model, latents, timesteps, text) -> dict[str, np.nda
 
 def intermediates(dit, latents, timesteps, text) -> dict[str, jax.Array]:
     """The parts of `DiT.__call__` and `Block.__call__` one by one, each block sliced out of the stack."""
-    x, time, modulation, rope = jax.jit(lambda dit, *args: dit.embed(*args))(dit, latents, timesteps)
+    tokens = jax.jit(lambda dit, *args: dit.embed(*args))(dit, latents, timesteps)
+    x, time, modulation, rope = tokens.x, tokens.time, tokens.modulation, tokens.rope
     context = jax.jit(lambda dit, text: dit.prepare(text))(dit, text)
     seen = {"tokens": x, "time": time, "modulation": modulation, "context": context}
     for i in range(dit.config.layers):
