@@ -15,8 +15,7 @@ import json
 import os
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 
 import jax.numpy as jnp
 from step_estimate import mesh_of, seconds_of

@@ -1,7 +1,6 @@
 """The attention kernel, with the tiles of each chip's table, compiled for every TPU generation: no TPU is needed."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ HEADS = 2
 
 
 def compile_for(topology: str, queries: int, keys: int, head_size: int, dtype=jnp.bfloat16, **arguments):
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked where there is no TPU
     from jax.experimental import topologies
 
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **TOPOLOGIES[topology])
