@@ -11,7 +11,9 @@ import pytest
 import tiny
 
 import vidax
-from vidax.engine.engine import Engine, Job, Silent
+from vidax.engine.engine import Engine
+from vidax.engine.progress import Silent
+from vidax.engine.work import Job
 from vidax.models.registry import CARDS
 from vidax.models.wan import pipeline
 from vidax.weights import load

@@ -11,8 +11,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vidax.engine.engine import Engine, Job, Result, load
+    from vidax.engine.engine import Engine, Result, load
     from vidax.engine.request import Request
+    from vidax.engine.work import Job
     from vidax.errors import UserError
     from vidax.models.registry import CARDS, Card
 
@@ -21,7 +22,7 @@ __version__ = version("vidax")
 _HOMES = {
     "load": "vidax.engine.engine",
     "Engine": "vidax.engine.engine",
-    "Job": "vidax.engine.engine",
+    "Job": "vidax.engine.work",
     "Result": "vidax.engine.engine",
     "Request": "vidax.engine.request",
     "UserError": "vidax.errors",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vidax.engine.checkpoints import Account
-from vidax.engine.engine import Progress, Silent
+from vidax.engine.progress import Progress, Silent
 from vidax.engine.tasks import Task
 from vidax.errors import UserError
 

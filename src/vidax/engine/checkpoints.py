@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from vidax.engine.engine import DTYPES, Progress, Silent
+from vidax.engine.engine import DTYPES
+from vidax.engine.progress import Progress, Silent
 from vidax.errors import UserError, did_you_mean
 from vidax.media.files import sentences
 from vidax.models.interface import Model

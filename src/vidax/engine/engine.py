@@ -6,10 +6,9 @@ import functools
 import os
 import platform
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vidax import __version__
+from vidax.engine.progress import Progress, Silent, after, phase
 from vidax.engine.request import Request, resolve, untrained
 from vidax.engine.residency import memory, settle
+from vidax.engine.work import Job, Work, require_same_jobs, streaming, waiting, warn, warn_of_cut
 from vidax.errors import UserError
 from vidax.media.files import record, write_json
 from vidax.media.output import open_writer, to_uint8
@@ -40,48 +41,7 @@ WAITING = 0.1  # of the denoising time, above which a user should know
 SMALL = 1 << 12  # bytes of a layer's parameter that streaming would gain nothing on
 DTYPES = ("bfloat16", "float32")
 
-# What the processes of one mesh may have each its own of; all else of a job's record must be the same.
-OWN = ("weights", "origins", "warnings", "attention", "device", "versions")
-
 T = TypeVar("T")
-
-
-class Progress(Protocol):
-    """Told what the engine is doing. Every method may be called from the thread that generates."""
-
-    def phase(self, name: str, total: int) -> None: ...
-
-    def job(self, number: int, count: int) -> None:
-        """Within denoise and decode, whose `total` is that of all jobs: which of them is at work, from 1."""
-
-    def advance(self, done: int) -> None: ...
-
-    def warn(self, sentence: str) -> None:
-        """What the user should know although the work goes on."""
-
-
-class Silent:
-    """Progress that nobody sees."""
-
-    def phase(self, name: str, total: int) -> None:
-        pass
-
-    def job(self, number: int, count: int) -> None:
-        pass
-
-    def advance(self, done: int) -> None:
-        pass
-
-    def warn(self, sentence: str) -> None:
-        pass
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """A video to make, and how its frames are wanted: "float32" in [0, 1] or "uint8", rounded."""
-
-    request: Request
-    frames_dtype: str = "float32"
 
 
 class Clip(NamedTuple):
@@ -245,7 +205,7 @@ class Engine:
                 advance(done)
 
     def denoise(
-        self, dit: Any, work: "Work", texts: Mapping[str, np.ndarray], on_step: Callable[[int], None]
+        self, dit: Any, work: Work, texts: Mapping[str, np.ndarray], on_step: Callable[[int], None]
     ) -> np.ndarray:
         """A job's latents [1 F H W C], on the host."""
         request = work.job.request
@@ -262,7 +222,7 @@ class Engine:
             work.metadata["streaming"] = streaming(moved, waited, time.perf_counter() - before[2], work.steps)
         return latents
 
-    def decode(self, vae: Any, work: "Work", on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
+    def decode(self, vae: Any, work: Work, on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
         """A job's frames [f H W 3]; its record is complete at the end."""
         if work.error is not None:
             raise work.error
@@ -274,7 +234,7 @@ class Engine:
                 done += frames.shape[1]
                 on_frames(done)
 
-    def finish(self, frames: Iterator[np.ndarray], work: "Work") -> None:
+    def finish(self, frames: Iterator[np.ndarray], work: Work) -> None:
         """Decode what is left of a clip, as the other processes do. An error is that of whoever took the frames."""
         with contextlib.suppress(Exception), self.in_collectives():
             for _ in frames:
@@ -377,99 +337,6 @@ class Engine:
         }
 
 
-@dataclasses.dataclass
-class Work:
-    """A job under way. `metadata` is its record, `error` what stopped it."""
-
-    job: Job
-    metadata: dict[str, Any]
-    latents: np.ndarray | None = None
-    error: Exception | None = None
-
-    @property
-    def steps(self) -> int:
-        return self.job.request.sampler.steps
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.metadata["timings_seconds"][name] = round(time.perf_counter() - start, 3)
-
-    @contextlib.contextmanager
-    def own_fault(self) -> Iterator[None]:
-        """What goes wrong inside is this job's `error`. Its trace keeps the lines and lets go of the weights."""
-        try:
-            yield
-        except Exception as error:
-            self.error = error
-            link: BaseException | None = error
-            while link is not None:
-                traceback.clear_frames(link.__traceback__)
-                link = link.__cause__ or link.__context__
-
-
-def streaming(moved: int, waited: float, seconds: float, steps: int) -> dict[str, float]:
-    """What of a job's record says how its layers came to the device."""
-    return {
-        "bytes_per_step_and_device": moved // steps,
-        "seconds_waited": round(waited, 3),
-        "share_of_denoising": round(waited / seconds, 3),
-    }
-
-
-def after(start: int, advance: Callable[[int], None]) -> Callable[[int], None]:
-    """`advance` for one job, when `start` of the phase's total is that of jobs before it."""
-    return lambda done: advance(start + done)
-
-
-def require_same_jobs(works: Sequence[Work]) -> None:
-    """Raises UserError, on every process of the mesh, unless all are asked for the same videos in the same way."""
-    versions = works[0].metadata["versions"]
-    values = {"vidax": versions["vidax"], "jax": versions["jax"], "jobs": len(works)}
-    for number, work in enumerate(works, 1):
-        job = f" of job {number}" if len(works) > 1 else ""
-        same = {name: value for name, value in work.metadata.items() if name not in (*OWN, "timings_seconds")}
-        values |= {f"{name}{job}": value for name, value in same.items()} | {f"frames{job} as": work.job.frames_dtype}
-    processes.require_same(values, "start all with the same settings; a seed of -1 is another one in each")
-
-
-def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progress) -> None:
-    """Say that a prompt was cut, also in the records of its jobs."""
-    start = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
-    sentence = f"the prompt {start!r} is longer than {tokens} tokens; what comes after them is left out"
-    warn(sentence, [work for work in works if prompt in work.job.request.prompts], progress)
-
-
-def warn(sentence: str, works: Iterable["Work"], progress: Progress) -> None:
-    """Say it, also in the records of these jobs."""
-    for work in works:
-        work.metadata["warnings"].append(sentence)
-    progress.warn(sentence)
-
-
-def waiting(share: float, residency: Residency) -> str:
-    """What to do where copies take longer than what hides them."""
-    return (
-        f"{share:.0%} of denoising was waiting for layers from host memory ({residency}); keep more of them on the "
-        "device (--residency mixed:r/g, or a higher --memory-limit), or split them over more devices in seq"
-    )
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-@contextlib.contextmanager
-def phase(name: str, total: int, timings: dict[str, float], progress: Progress) -> Iterator[Callable[[int], None]]:
-    """Time a phase and report it; gives the function that says how much of `total` is done."""
-    progress.phase(name, total)
-    start = time.perf_counter()
-    yield progress.advance
-    progress.advance(total)
-    timings[name] = round(time.perf_counter() - start, 3)
-
-
 def load(
     model: str | os.PathLike | None = None,
     *,
@@ -498,6 +365,10 @@ def load(
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
     return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices, residency=residency, memory_limit=memory_limit)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from vidax.engine.engine import Clip, Engine, Job, as_dtype, tags
+from vidax.engine.engine import Clip, Engine, as_dtype, tags
 from vidax.engine.jobs import Wish, each
 from vidax.engine.request import Request
+from vidax.engine.work import Job
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png

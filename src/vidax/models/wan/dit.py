@@ -107,8 +107,9 @@ class Attention:
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dtype = self.q.weight.dtype
-        q, k, v = q.astype(dtype), k.astype(dtype), v.astype(dtype)
-        out = attention(q, k, v, real_keys=real, split="queries" if rope is None else "tokens")
+        out = attention(
+            q, k.astype(dtype), v.astype(dtype), real_keys=real, split="queries" if rope is None else "tokens"
+        )
         return self.o(rearrange(out, "b l n k -> b l (n k)"))
 
 

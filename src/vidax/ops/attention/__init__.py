@@ -114,7 +114,8 @@ def attention(
 ) -> jax.Array:
     """Softmax(q k^T * scale + bias) v, with scores and statistics in float32.
 
-    q [B L N K]; k, v [B S N K]; bias [N L S]; scale: 1/sqrt(K) if None.
+    q [B L N K]; k, v [B S N K]; bias [N L S]; scale: 1/sqrt(K) if None. q may be float32 where k is not: whoever
+        scales it first rounds it once.
     kv_lengths [B], at least 1: keys at and beyond it are ignored. real_keys: the same for all rows, known beforehand.
     segments ([B L], [B S]), integers: a query sees the keys of its own segment, of which there is at least one.
     split: what a mesh splits, see `placement.place`.
@@ -143,7 +144,8 @@ def attention(
         orders, q = pallas.ORDERS, pallas.scaled(q, scale, k.dtype)
         run: Run = functools.partial(pallas.attend, real_keys=real_keys, chip=kind_in_force()[1])
     else:
-        orders, run = STANDARD, functools.partial(IMPLEMENTATIONS[impl], scale=scale)
+        orders, q = STANDARD, q.astype(k.dtype)
+        run = functools.partial(IMPLEMENTATIONS[impl], scale=scale)
         if real_keys is not None:
             run = first_keys(run, real_keys)
     operands = tuple(x.transpose(order) for x, order in zip((q, k, v), orders, strict=True))

@@ -1,0 +1,100 @@
+"""A job, and a job under way."""
+
+import contextlib
+import dataclasses
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vidax.engine.progress import Progress
+from vidax.engine.request import Request
+from vidax.parallel import processes
+from vidax.weights.residency import Residency
+
+# What the processes of one mesh may have each its own of; all else of a job's record must be the same.
+OWN = ("weights", "origins", "warnings", "attention", "device", "versions")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A video to make, and how its frames are wanted: "float32" in [0, 1] or "uint8", rounded."""
+
+    request: Request
+    frames_dtype: str = "float32"
+
+
+@dataclasses.dataclass
+class Work:
+    """A job under way. `metadata` is its record, `error` what stopped it."""
+
+    job: Job
+    metadata: dict[str, Any]
+    latents: np.ndarray | None = None
+    error: Exception | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.job.request.sampler.steps
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.metadata["timings_seconds"][name] = round(time.perf_counter() - start, 3)
+
+    @contextlib.contextmanager
+    def own_fault(self) -> Iterator[None]:
+        """What goes wrong inside is this job's `error`. Its trace keeps the lines and lets go of the weights."""
+        try:
+            yield
+        except Exception as error:
+            self.error = error
+            link: BaseException | None = error
+            while link is not None:
+                traceback.clear_frames(link.__traceback__)
+                link = link.__cause__ or link.__context__
+
+
+def streaming(moved: int, waited: float, seconds: float, steps: int) -> dict[str, float]:
+    """What of a job's record says how its layers came to the device."""
+    return {
+        "bytes_per_step_and_device": moved // steps,
+        "seconds_waited": round(waited, 3),
+        "share_of_denoising": round(waited / seconds, 3),
+    }
+
+
+def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progress) -> None:
+    """Say that a prompt was cut, also in the records of its jobs."""
+    start = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
+    sentence = f"the prompt {start!r} is longer than {tokens} tokens; what comes after them is left out"
+    warn(sentence, [work for work in works if prompt in work.job.request.prompts], progress)
+
+
+def warn(sentence: str, works: Iterable["Work"], progress: Progress) -> None:
+    """Say it, also in the records of these jobs."""
+    for work in works:
+        work.metadata["warnings"].append(sentence)
+    progress.warn(sentence)
+
+
+def waiting(share: float, residency: Residency) -> str:
+    """What to do where copies take longer than what hides them."""
+    return (
+        f"{share:.0%} of denoising was waiting for layers from host memory ({residency}); keep more of them on the "
+        "device (--residency mixed:r/g, or a higher --memory-limit), or split them over more devices in seq"
+    )
+
+
+def require_same_jobs(works: Sequence[Work]) -> None:
+    """Raises UserError, on every process of the mesh, unless all are asked for the same videos in the same way."""
+    versions = works[0].metadata["versions"]
+    values = {"vidax": versions["vidax"], "jax": versions["jax"], "jobs": len(works)}
+    for number, work in enumerate(works, 1):
+        job = f" of job {number}" if len(works) > 1 else ""
+        same = {name: value for name, value in work.metadata.items() if name not in (*OWN, "timings_seconds")}
+        values |= {f"{name}{job}": value for name, value in same.items()} | {f"frames{job} as": work.job.frames_dtype}
+    processes.require_same(values, "start all with the same settings; a seed of -1 is another one in each")
