@@ -23,6 +23,13 @@ def test_collectives_of_a_layer():
     assert gather.bytes == 2 * 5120 * 5120  # the result, not the operand beside it
 
 
+def test_a_collective_beside_the_computation_costs_nothing():
+    beside = TEXT.replace("%fusion.196 =", "%async-collective-start.3 =")
+    assert collectives(operations(beside))["async-collective"] == 1
+    (op,) = (op for op in operations(beside) if op.kind == "async-collective")
+    assert link_seconds(op, CHIPS["v5e"], (2, 4), 8) == 0
+
+
 def test_seconds_on_links():
     """2 x 2 chips: an exchange crosses the middle with half of what each chip sends; a gather brings three quarters."""
     exchange, gather = (op for op in operations(TEXT) if op.times == 40 and op.kind != "kernel" and not op.cycles)
