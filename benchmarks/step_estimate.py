@@ -206,11 +206,11 @@ def trips(condition: list[str]) -> int:
     return int(numbers[0])
 
 
-def collectives(ops: list[Operation], within: str = "while") -> dict[str, int]:
-    """How many of each kind a layer has: those in the loop over the layers."""
+def collectives(ops: list[Operation]) -> dict[str, int]:
+    """How many of each kind a layer has: those in a loop, which is over the layers."""
     counts: dict[str, int] = {}
     for op in ops:
-        if op.kind in COLLECTIVES and within in op.path.split("/") and op.times > 1:
+        if op.kind in COLLECTIVES and op.times > 1:
             counts[op.kind] = counts.get(op.kind, 0) + 1
     return counts
 
