@@ -9,7 +9,8 @@ import pytest
 from attention_cases import CASES, TOLERANCE, Case, attention_in_float64, relative_error
 
 from vidax.models.towers.t5 import relative_buckets
-from vidax.ops import conv
+from vidax.ops import attention as attention_module
+from vidax.ops import conv, rope
 from vidax.ops.attention import REFERENCE_SCORE_BYTES, attention, choose
 from vidax.ops.attention.chunked import chunked
 from vidax.ops.attention.reference import reference
@@ -79,6 +80,45 @@ def test_choose():
     assert choose((1, limit + 1, 1, 64), (1, 1, 1, 64)).name == "chunked"
 
 
+@pytest.mark.parametrize(
+    ("platform", "dtype", "size", "name"),
+    [
+        ("tpu", jnp.bfloat16, 128, "pallas_tpu"),
+        ("tpu", jnp.float32, 128, "chunked"),
+        ("gpu", jnp.bfloat16, 128, "cudnn"),
+        ("gpu", jnp.bfloat16, 256, "chunked"),
+        ("gpu", jnp.float32, 128, "chunked"),
+        ("cpu", jnp.bfloat16, 128, "chunked"),
+    ],
+)
+def test_choose_by_platform(monkeypatch, platform, dtype, size, name):
+    monkeypatch.setattr(attention_module, "kind_in_force", lambda: (platform, "some kind"))
+    shape = (1, 32760, 12, size)
+    assert choose(shape, shape, dtype).name == name
+    assert choose((1, 9, 2, 64), (1, 9, 2, 64), dtype).name == "reference"  # small
+    if platform == "gpu":
+        assert choose(shape, shape, dtype, segments=True).name == "chunked"
+
+
+def test_cudnn_is_asked_for_what_the_others_do(monkeypatch):
+    """With XLA's implementation of the same call in the place of cuDNN's, which needs a GPU."""
+    call = jax.nn.dot_product_attention
+
+    def instead(*operands, implementation, **options):
+        assert implementation == "cudnn"
+        return call(*operands, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    case = Case(129, 257, 64, "bfloat16", kv_lengths=(257, 100))
+    q, k, v = case.inputs
+    out = attention(q.astype(jnp.float32), k, v, kv_lengths=case.lengths, scale=case.scale, impl="cudnn")
+    assert relative_error(out, case.expected) < 2e-2  # XLA's rounds the weights before it divides by their sum
+    with pytest.raises(ValueError, match="cuDNN attention takes no segments; use impl='chunked'"):
+        attention(q, k, v, segments=(jnp.zeros((2, 129)), jnp.zeros((2, 257))), impl="cudnn")
+    with pytest.raises(ValueError, match="cuDNN attention takes bfloat16 or float16, not float32"):
+        attention(*Case(9, 9, 64).inputs, impl="cudnn")
+
+
 def test_refusals():
     q, k, v = Case(1, 1).inputs
     with pytest.raises(ValueError, match="no attention implementation is called 'flash'; there are"):
@@ -105,6 +145,12 @@ def test_rope(grid, channels):
     ours = rotate(jnp.asarray(x), *grid_table(grid, channels))
     assert ours.dtype == jnp.float32
     assert relative_error(ours, expected) < 3e-7
+
+
+def test_rope_pairs_by_a_product():
+    """As a TPU does it: the same bits as by moving channels, for numbers of any size."""
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 64)).astype(np.float32) * np.float32(0.3) ** np.arange(64)
+    np.testing.assert_array_equal(rope._partners_by_product(jnp.asarray(x)), rope._partners(jnp.asarray(x)))
 
 
 def test_rope_at_the_origin_changes_nothing():
