@@ -170,7 +170,7 @@ def test_a_container_bounds_the_host(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_cgroup", lambda: tmp_path)
     assert memory.host_available() == 100_320
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.host_available() == pytest.approx(free, rel=0.2)
+    assert memory.host_available() == pytest.approx(free, rel=0.5)
     old = tmp_path / "old"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("5000")

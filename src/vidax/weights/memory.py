@@ -44,7 +44,7 @@ def _cgroup() -> Path | None:
     """The folder of this process's control group that bounds its memory, version 2 or 1."""
     for line in Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if not controllers or "memory" in controllers.split(","):
             root = Path("/sys/fs/cgroup") / controllers
             for folder in (root / path.lstrip("/"), root):
                 if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
