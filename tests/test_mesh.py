@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from vidax.engine.engine import load
@@ -235,6 +235,17 @@ def test_a_mesh_for_guidance_needs_guidance():
     assert engine.request("a red circle moves right").guided
     with pytest.raises(UserError, match="data=2, but a video is denoised by itself, without guidance in one branch"):
         engine.request("a red circle moves right", guidance_scale=1)
+
+
+def test_a_mesh_of_ones_own():
+    own = jax.make_mesh((1, 2, 1), meshes.AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:2])
+    assert load(mesh=own).mesh is own
+    for names, kind in (("a", "b", "c"), AxisType.Auto), (meshes.AXES, AxisType.Explicit):
+        other = jax.make_mesh((1, 2, 1), names, axis_types=(kind,) * 3, devices=jax.devices()[:2])
+        with pytest.raises(
+            UserError, match=r"the mesh has axes .*; give one with the axes \('data', 'seq', 'tensor'\)"
+        ):
+            load(mesh=other)
 
 
 def test_auto():

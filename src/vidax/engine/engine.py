@@ -93,14 +93,13 @@ class Engine:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         self.card, self.model, self.dtype = card, model, dtype
         self.residency = parse_residency(residency) if isinstance(residency, str) else residency
-        self.memory_limit = memory_limit
         self.mesh_origin = "auto" if mesh == "auto" else "given"
         if mesh == "auto":
             devices = meshes.default_devices() if devices is None else devices
             mesh = meshes.choose(len(devices), model.dit.heads, 2 if card.guidance_scale > 1 else 1)
         elif isinstance(mesh, str):
             mesh = meshes.parse(mesh)
-        self.mesh = meshes.make(mesh, devices) if isinstance(mesh, MeshShape) else mesh
+        self.mesh = meshes.make(mesh, devices) if isinstance(mesh, MeshShape) else meshes.check(mesh)
         self.shared = self.mesh.is_multi_process
         if self.shared and (there := len({d.process_index for d in self.mesh.devices.flat})) < processes.count():
             raise UserError(

@@ -91,6 +91,16 @@ def make(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     return jax.make_mesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=chosen)
 
 
+def check(mesh: Mesh) -> Mesh:
+    """A mesh that a user has made. Raises UserError unless its axes are ours, sharded by the compiler."""
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise UserError(
+            f"the mesh has axes {mesh.axis_names} of types {tuple(kind.name for kind in mesh.axis_types)}; give one "
+            f"with the axes {AXES}, all Auto, or a text such as 'data=2,seq=4'"
+        )
+    return mesh
+
+
 def default_devices() -> list[jax.Device]:
     """What `auto` makes a mesh of: every accelerator, or one CPU device, since several would share the same cores."""
     devices = jax.devices()
