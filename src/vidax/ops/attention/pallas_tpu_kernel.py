@@ -87,7 +87,12 @@ def transposed_attention(
         ]
         operands += segments
     body = functools.partial(
-        _kernel, keys=keys, ragged=lengths is not None, segmented=segments is not None, tiles=tiles
+        _kernel,
+        keys=keys,
+        padding=k.shape[1] - keys,
+        ragged=lengths is not None,
+        segmented=segments is not None,
+        tiles=tiles,
     )
     return pl.pallas_call(
         body,
@@ -111,7 +116,7 @@ def transposed_attention(
     )(*scalars, *operands)
 
 
-def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
+def _kernel(*refs, keys: int, padding: int, ragged: bool, segmented: bool, tiles: Tiles):
     """One grid step: a block of queries against a block of keys."""
     running_ref = refs[0]
     q_ref, k_ref, v_ref, shift_ref, *segment_refs, out_ref, maximum_ref, total_ref, acc_ref = refs[3 if ragged else 1 :]
@@ -129,7 +134,7 @@ def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
     if segmented:
         _masked(valid, q_ref, k_ref, v_ref, segment_refs, statistics, tiles)
     else:
-        masked = k_ref.dtype == jnp.float32 and (ragged or keys % tiles.keys > 0)
+        masked = k_ref.dtype == jnp.float32 and (ragged or padding > 0)
         # Otherwise padded keys take part, as means of the keys, and the end takes them out.
         run = (valid >= tiles.keys) if masked else (valid > 0) if ragged else True
         running = running_ref[group] != 0
@@ -141,11 +146,12 @@ def _kernel(*refs, keys: int, ragged: bool, segmented: bool, tiles: Tiles):
     @pl.when(block == pl.num_programs(2) - 1)
     def finish():
         total = total_ref[...].sum(0, keepdims=True)
-        padding = -length % tiles.keys
+        # Blocks wholly beyond a length are not run; where none is given, all are.
+        means = -length % tiles.keys if ragged else padding
         if not segmented and k_ref.dtype != jnp.float32 and (ragged or padding):
             last = tiles.keys - 2 * SUBLANES
             weight = jnp.exp2(_product(k_ref[last:], q_ref[...])[-1:] - maximum_ref[...])
-            total -= jnp.asarray(padding, jnp.float32) * weight
+            total -= jnp.asarray(means, jnp.float32) * weight
         out_ref[...] = (acc_ref[...] / total).astype(out_ref.dtype)
 
 
