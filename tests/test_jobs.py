@@ -177,6 +177,9 @@ def test_jobs_write_files_and_a_second_run_makes_what_is_missing(generate, out, 
     assert [(record["status"], record["output"]) for record in records] == [
         ("skipped", str(out / name)) for name in names
     ]
+    elsewhere = ("--mesh", "seq=2", "--residency", "streamed")
+    code, printed, told = generate(None, "--prompts", str(out.parent / "jobs.txt"), "--seed", "1", *elsewhere)
+    assert code == 0 and told.count("skipped (done)") == 4, told
 
 
 @pytest.mark.parametrize("change", [["--steps", "2"], ["--negative-prompt", "blurred"], ["--prompts"]])

@@ -14,14 +14,14 @@ import numpy as np
 from vidax.engine.engine import Clip, Engine, as_dtype, tags
 from vidax.engine.jobs import Wish, each
 from vidax.engine.request import Request
-from vidax.engine.work import Job
+from vidax.engine.work import OF_THE_RUN, Job
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png
 from vidax.parallel import processes
 
-# What a record says of the run, not of the video: a video that differs in these alone need not be made again.
-CIRCUMSTANCES = ("origins", "warnings", "attention", "device", "versions")
+# A video that differs in these alone need not be made again.
+CIRCUMSTANCES = (*OF_THE_RUN, "mesh", "residency")
 
 
 @dataclasses.dataclass(frozen=True)

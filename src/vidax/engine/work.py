@@ -14,8 +14,10 @@ from vidax.engine.request import Request
 from vidax.parallel import processes
 from vidax.weights.residency import Residency
 
+# What a record says of the run, not of the video.
+OF_THE_RUN = ("origins", "warnings", "attention", "device", "versions")
 # What the processes of one mesh may have each its own of; all else of a job's record must be the same.
-OWN = ("weights", "origins", "warnings", "attention", "device", "versions")
+OWN = ("weights", *OF_THE_RUN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
