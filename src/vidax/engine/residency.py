@@ -8,7 +8,7 @@ from vidax.engine.request import Request
 from vidax.errors import UserError
 from vidax.models.interface import Footprint, Model
 from vidax.weights.memory import device_budget, host_available
-from vidax.weights.residency import RESIDENT, Residency
+from vidax.weights.residency import RESIDENT, STREAMED, Residency
 
 # A step's activations in units of its float32 residual stream: 4 for 14B at 1280x720. What takes at most half of the
 # budget by this estimate fits; nothing is compiled to find out.
@@ -50,7 +50,7 @@ def settle(
     if wish is None:
         wish = fill(needs, have.budget)
     if (total := needs.total(wish)) > have.budget:
-        least = needs.total(Residency(0, 1))
+        least = needs.total(STREAMED)
         way = "use more devices in seq, a smaller size or fewer frames"
         raise UserError(
             f"{request.width}x{request.height}, {request.frames} frames: with {wish} layers it takes {gb(total)} of "
@@ -65,7 +65,7 @@ def fill(needs: Footprint, budget: int) -> Residency:
     """The most layers resident within a budget."""
     if needs.total(RESIDENT) <= budget:
         return RESIDENT
-    resident = max(0, int(budget - needs.total(Residency(0, 1))) // needs.layer)
+    resident = max(0, int(budget - needs.total(STREAMED)) // needs.layer)
     return Residency(min(resident, needs.layers - 1), needs.layers)
 
 

@@ -55,10 +55,12 @@ def fitting(rule: tuple[str, ...], units: int, sizes: Mapping[str, int]) -> tupl
     present = [axis for axis in rule if sizes[axis] > 1]
     subsets = itertools.chain(*(itertools.combinations(present, n) for n in range(len(present) + 1)))
 
-    def parts(subset: tuple[str, ...]) -> int:
-        return math.prod(sizes[axis] for axis in subset)
+    return max((s for s in subsets if units % product(s, sizes) == 0), key=lambda s: product(s, sizes))
 
-    return max((subset for subset in subsets if units % parts(subset) == 0), key=parts)
+
+def product(axes: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> int:
+    """Into how many parts one entry of a partition splits."""
+    return math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def in_force() -> Mapping[str, int]:
@@ -80,8 +82,12 @@ def kind_in_force() -> tuple[str, str]:
 
 def parts(axis: str) -> int:
     """Into how many parts the mesh in force splits a logical axis that is long enough."""
-    sizes = in_force()
-    return math.prod(sizes[name] for name in RULES[axis])
+    return product(RULES[axis], in_force())
+
+
+def alone() -> bool:
+    """Whether the mesh in force is one device."""
+    return product(AXES, in_force()) == 1
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
@@ -95,9 +101,7 @@ def everywhere(x: jax.Array) -> jax.Array:
 
 
 def constrain_to(x: jax.Array, spec: P) -> jax.Array:
-    if math.prod(in_force().values()) == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, spec)
+    return x if alone() else jax.lax.with_sharding_constraint(x, spec)
 
 
 def sharding(mesh: Mesh, axes: Sequence[Axis], shape: Sequence[int]) -> NamedSharding:

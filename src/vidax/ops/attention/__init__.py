@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from vidax.ops.attention import pallas_tpu as pallas
 from vidax.ops.attention.chunked import chunked
 from vidax.ops.attention.cudnn import cudnn
-from vidax.ops.attention.placement import Placement, Split, parts, place
+from vidax.ops.attention.placement import Placement, Split, place
 from vidax.ops.attention.reference import reference
 from vidax.parallel.mesh import AXES
-from vidax.parallel.rules import constrain_to, in_force, kind_in_force
+from vidax.parallel.rules import alone, constrain_to, in_force, kind_in_force, product
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "pallas_tpu": pallas.pallas_tpu,
@@ -83,7 +83,7 @@ def choose(
 
 def local_shape(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """What one device has of an array; of a length that does not divide, the most that one has."""
-    return tuple(-(-size // parts(axes, sizes)) for size, axes in zip(shape, spec, strict=True))
+    return tuple(-(-size // product(axes, sizes)) for size, axes in zip(shape, spec, strict=True))
 
 
 def token_step(tokens: int) -> int:
@@ -94,7 +94,6 @@ def token_step(tokens: int) -> int:
 def describe(shape: tuple[int, int, int, int], dtype: Any) -> str:
     """What self-attention of [B L N K] does on the mesh in force, in words."""
     placement, sizes = place("tokens", *shape[:3]), in_force()
-
     choice = choose(local_shape(shape, placement.queries, sizes), local_shape(shape, placement.keys, sizes), dtype)
     return f"{choice.name} ({choice.reason})" + (f"; {placement.words}" if placement.words else "")
 
@@ -149,7 +148,7 @@ def attention(
         if real_keys is not None:
             run = first_keys(run, real_keys)
     operands = tuple(x.transpose(order) for x, order in zip((q, k, v), orders, strict=True))
-    if all(size == 1 for size in in_force().values()):
+    if alone():
         out = run(*operands, **given)
     else:
         out = over_mesh(run, operands, given, orders, placement, keys_split=split == "tokens")

@@ -82,7 +82,7 @@ def attend(
     tiles = tiles if isinstance(tiles, Tiles) else Tiles(*tiles)
     tiles = fit(tiles, length, stored, k.dtype.itemsize)
 
-    lengths = jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths, 1, keys)
+    lengths = _lengths(kv_lengths, batch, keys)
     mean = mean_key(k, lengths)
     if kernel == "running" or segments is not None:
         running = jnp.ones((batch, heads), jnp.int32)
@@ -95,9 +95,8 @@ def attend(
 
     filling = mean[:, :, None].astype(k.dtype)
     if kv_lengths is not None:
-        valid = jnp.arange(stored) < lengths[:, None]
-        k = jnp.where(valid[:, None, :, None], k, filling)
-        v = jnp.where(valid[:, None, None, :], v, 0)
+        valid = _valid(k, lengths)
+        k, v = jnp.where(valid, k, filling), jnp.where(valid.swapaxes(2, 3), v, 0)
     elif stored > keys:
         tail = jnp.broadcast_to(filling, (batch, heads, stored - keys, size))
         k = jax.lax.dynamic_update_slice(k, tail, (0, 0, keys, 0))
@@ -117,7 +116,7 @@ def attend(
         shift.reshape(batch * heads, 1, -1),
         running.reshape(-1),
         segments,
-        None if kv_lengths is None else jnp.repeat(lengths.astype(jnp.int32), heads),
+        None if kv_lengths is None else jnp.repeat(lengths, heads),
         keys=keys,
         heads=heads,
         tiles=tiles,
@@ -132,12 +131,11 @@ def _pad(x: jax.Array, axis: int, step: int) -> jax.Array:
     return jnp.pad(x, [(0, -n % step if i == axis else 0) for i, n in enumerate(x.shape)])
 
 
-def _lengths(kv_lengths: jax.Array | None, k: jax.Array) -> jax.Array:
-    """[B], of keys [B N S K]."""
-    batch, _, keys, _ = k.shape
-    return (
-        jnp.full((batch,), keys, jnp.int32) if kv_lengths is None else jnp.clip(kv_lengths.astype(jnp.int32), 1, keys)
-    )
+def _lengths(kv_lengths: jax.Array | None, batch: int, keys: int) -> jax.Array:
+    """[B], int32."""
+    if kv_lengths is None:
+        return jnp.full((batch,), keys, jnp.int32)
+    return jnp.clip(kv_lengths.astype(jnp.int32), 1, keys)
 
 
 def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
@@ -146,6 +144,7 @@ def scaled(q: jax.Array, scale: float, dtype) -> jax.Array:
 
 
 def _valid(k: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[B 1 S 1], of keys [B N S K]: which are before the lengths."""
     return (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, :, None]
 
 
@@ -171,7 +170,7 @@ def guarded_heads(q, k, *, kv_lengths: jax.Array | None = None, scale: float) ->
     as in `pallas_tpu`.
     """
     q, k = (x.transpose(order) for x, order in zip((scaled(q, scale, k.dtype), k), ORDERS, strict=False))
-    lengths = _lengths(kv_lengths, k)
+    lengths = _lengths(kv_lengths, k.shape[0], k.shape[2])
     _, gap = bounds(q, k, mean_key(k, lengths), lengths)
     return (gap > MAXIMUM_GAP).any(-1)
 

@@ -1,12 +1,10 @@
 """How the operands of attention lie on the mesh in force, outside and inside."""
 
-import math
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
-from vidax.parallel.rules import RULES, fitting, in_force, partition
+from vidax.parallel.rules import RULES, fitting, in_force, partition, product
 
 Split = Literal["tokens", "queries", "heads", "pixels"]
 
@@ -34,10 +32,10 @@ def place(split: Split, batch: int, length: int, heads: int) -> Placement:
     sizes, shape = in_force(), (batch, length, heads, 1)
     if split == "heads":
         own = partition((None, None, ("tower", heads), None), shape, sizes)
-        return Placement(own, own, own, f"heads over {parts(own[2], sizes)} devices")
+        return Placement(own, own, own, f"heads over {product(own[2], sizes)} devices")
     if split == "pixels":
         own = partition((None, "space", None, None), shape, sizes)
-        return Placement(own, own, P(None, None, None, None), f"queries over {parts(own[1], sizes)} devices")
+        return Placement(own, own, P(None, None, None, None), f"queries over {product(own[1], sizes)} devices")
     outside = partition(("batch", "tokens", "heads", None), shape, sizes)
     gathered = P(outside[0], None, outside[2], None)
     seq, tensor = sizes["seq"], sizes["tensor"]
@@ -51,8 +49,3 @@ def place(split: Split, batch: int, length: int, heads: int) -> Placement:
         return Placement(outside, within, within, ", ".join([*words, f"Ulysses over seq={seq}"]))
     words.append(f"keys gathered over seq={seq}: {seq * tensor} does not divide {heads} heads")
     return Placement(outside, outside, gathered, ", ".join(words))
-
-
-def parts(axes: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> int:
-    """Into how many parts one entry of a partition splits."""
-    return math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
