@@ -32,6 +32,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked 
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs on one
 
 import jax
+from attention_cycles import CHIPS as GENERATIONS
 from jax.sharding import Mesh
 
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B
@@ -47,26 +48,20 @@ TEXT_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One JAX device. Sources: cloud.google.com/tpu/docs (memory, peak), the clocks in attention_cycles.py, and
-    jax-ml.github.io/scaling-book/tpus for bytes per second of a link in one direction.
+    """One JAX device; attention_cycles.py has its topology and kind. Sources: cloud.google.com/tpu/docs (memory, peak),
+    the clocks in attention_cycles.py, and jax-ml.github.io/scaling-book/tpus for bytes per second of a link in one
+    direction.
     """
 
     memory_bytes: float
     flops: float
     clock_hz: float
     link_bytes_per_second: float
-    config: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 GIB = 2**30
 CHIPS = {
-    "v4": Chip(
-        memory_bytes=32 * GIB,
-        flops=275e12,
-        clock_hz=1.05e9,
-        link_bytes_per_second=45e9,
-        config={"chip_config_name": "megacore"},
-    ),
+    "v4": Chip(memory_bytes=32 * GIB, flops=275e12, clock_hz=1.05e9, link_bytes_per_second=45e9),
     "v5e": Chip(memory_bytes=16 * GIB, flops=197e12, clock_hz=1.5e9, link_bytes_per_second=45e9),
     "v5p": Chip(memory_bytes=95 * GIB, flops=459e12, clock_hz=1.75e9, link_bytes_per_second=90e9),
     "v6e": Chip(memory_bytes=32 * GIB, flops=918e12, clock_hz=1.75e9, link_bytes_per_second=90e9),
@@ -92,7 +87,7 @@ CASES = (
 def devices_of(topology: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
-    config = CHIPS[topology.partition(":")[0]].config
+    config = GENERATIONS[topology.partition(":")[0]].config
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **config).devices)
 
 
@@ -237,7 +232,7 @@ def seconds_of(text: str, topology: str, devices: int) -> tuple[float, float, fl
     for op in ops:
         if op.kind == "kernel":
             heads, head_size, queries, keys = op.heads_head_size_queries_keys
-            kernel += op.times * heads * measured_cycles(DEVICE_KINDS[generation], head_size, queries, keys)
+            kernel += op.times * heads * measured_cycles(GENERATIONS[generation].device_kind, head_size, queries, keys)
     program = sum(op.times * op.cycles for op in ops)
     links = sum(op.times * link_seconds(op, chip, grid, devices) for op in ops if op.kind in COLLECTIVES)
     return program / chip.clock_hz, kernel / chip.clock_hz, links
@@ -271,9 +266,6 @@ def estimate(model: str, size: str, topology: str, mesh: str, published: str = "
         "published": published,
     }
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()}
-
-
-DEVICE_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from step_estimate import mesh_of, seconds_of
 
 from vidax.models.wan.config import WAN21_14B
 from vidax.models.wan.dit import Block
-from vidax.models.wan.programs import Places, lower_layer
+from vidax.models.wan.programs import lower_layer
+from vidax.nn import placement
 from vidax.weights.memory import split_bytes
 
 # Bytes per second from the host to one chip: jax-ml.github.io/scaling-book/tpus counts 1.5e10 for v5e and v6e; the same
@@ -40,7 +41,7 @@ def row(size: str, frames: int, topology: str, mesh: str) -> dict[str, Any]:
     latents = (1, (frames - 1) // 4 + 1, height // 8, width // 8, WAN21_14B.in_channels)
     compiled = lower_layer(WAN21_14B, latents, 2, made).compile()
     compute = sum(seconds_of(compiled.as_text(), topology, made.size))
-    copy = split_bytes(Block.spec(WAN21_14B, jnp.bfloat16), Places(made).parameter) / HOST_LINK
+    copy = split_bytes(Block.spec(WAN21_14B, jnp.bfloat16), placement(made)) / HOST_LINK
     layers = WAN21_14B.layers
     exposed = layers * max(0.0, copy - compute)
     return {

@@ -16,9 +16,9 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.programs import decode_chunk, denoise_step
 from vidax.models.wan.vae import VAE, VAEConfig
-from vidax.nn import is_spec, map_specs, named_leaves
+from vidax.nn import is_spec, map_specs, named_leaves, placement
 from vidax.parallel import mesh as meshes
-from vidax.parallel.rules import partition, sharding, whole
+from vidax.parallel.rules import partition, whole
 
 MESHES = (
     *(f"{axis}={size}" for axis in meshes.AXES for size in (2, 4, 8)),
@@ -44,10 +44,8 @@ def random_parameters(spec, seed: int):
 
 
 def placed(spec, values, mesh: Mesh):
-    def place(s, value):
-        return jax.device_put(value, sharding(mesh, s.axes, s.shape))
-
-    return jax.tree.map(place, spec, values, is_leaf=is_spec)
+    place = placement(mesh)
+    return jax.tree.map(lambda s, value: jax.device_put(value, place(s)), spec, values, is_leaf=is_spec)
 
 
 def largest_error(got, wanted) -> float:
@@ -198,7 +196,7 @@ def test_weights_are_split():
 
 
 def shard(mesh: Mesh, spec) -> tuple[int, ...]:
-    return sharding(mesh, spec.axes, spec.shape).shard_shape(spec.shape)
+    return placement(mesh)(spec).shard_shape(spec.shape)
 
 
 def test_an_axis_is_used_once():

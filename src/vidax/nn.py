@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from vidax.ops.precision import precision_of
-from vidax.parallel.rules import STORAGE, Axis, constrain
+from vidax.parallel.rules import STORAGE, Axis, constrain, sharding
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -113,6 +113,11 @@ def init(tree, key: jax.Array):
     """Specs to arrays by each Spec's initialiser, every leaf with a key of its own."""
     keys = iter(jax.random.split(key, len(jax.tree.leaves(tree, is_leaf=is_spec))))
     return map_specs(lambda s: s.init(next(keys), s.shape, s.dtype), tree)
+
+
+def placement(mesh: jax.sharding.Mesh) -> Callable[[Spec], jax.sharding.NamedSharding]:
+    """Where a parameter lies on a mesh."""
+    return lambda s: sharding(mesh, s.axes, s.shape)
 
 
 def used(axis: Axis) -> Axis:

@@ -6,27 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cycles import CHIPS
+from step_estimate import devices_of
 
 from vidax.ops.attention.pallas_tpu import choose_tiles, pallas_tpu
 
 pytestmark = pytest.mark.tpu_compile
 
-# A v4 device is a chip, whose two cores share a kernel's grid.
-TOPOLOGIES = {
-    "v4:2x2x1": {"chip_config_name": "megacore"},
-    "v5e:2x2": {},
-    "v5p:2x2x1": {},
-    "v6e:2x2": {},
-    "tpu7x:2x2x1": {},
-}
+TOPOLOGIES = tuple(chip.topology for chip in CHIPS.values())
 HEADS = 2
 
 
 def compile_for(topology: str, queries: int, keys: int, head_size: int, dtype=jnp.bfloat16, **arguments):
-    from jax.experimental import topologies
-
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **TOPOLOGIES[topology])
-    device = description.devices[0]
+    device = devices_of(topology)[0]
     _, note = choose_tiles(device.device_kind, head_size, queries, keys)
     assert note is None
     mesh, spec = jax.sharding.Mesh(np.array([device]), ("device",)), jax.sharding.PartitionSpec()

@@ -26,12 +26,11 @@ from vidax.media.output import open_writer, to_uint8
 from vidax.models.interface import Model, Part
 from vidax.models.locate import locate
 from vidax.models.registry import Card
-from vidax.nn import Spec, parameter_bytes
+from vidax.nn import Spec, parameter_bytes, placement
 from vidax.ops.attention import describe as describe_attention
 from vidax.parallel import mesh as meshes
 from vidax.parallel import processes
 from vidax.parallel.mesh import MeshShape
-from vidax.parallel.rules import sharding
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
 from vidax.weights.residency import DEVICE, PINNED, RESIDENT, UNPINNED, Residency, Ring, layers_apart
@@ -254,8 +253,7 @@ class Engine:
         layers: the memory kind of each layer's parameters; they are then arrays of their own (`Apart`).
         """
 
-        def place(spec: Spec) -> jax.sharding.NamedSharding:
-            return sharding(self.mesh, spec.axes, spec.shape)
+        place = placement(self.mesh)
 
         def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
             assert layers is not None

@@ -19,7 +19,7 @@ from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
 from vidax.models.wan.vae import Decoder, VAEConfig, strips
-from vidax.nn import Spec, abstract
+from vidax.nn import abstract, placement
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
@@ -138,7 +138,7 @@ def footprint(
     config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, *, compiled: bool
 ) -> Footprint:
     """What denoising latents [1 F H W C] takes; `compiled` compiles a layer, and else its activations are left out."""
-    place = Places(mesh).parameter
+    place = placement(mesh)
     layer = split_bytes(Block.spec(config, dtype), place)
     ends = split_bytes(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place)
     # float32 latents, those of the last step and two predictions; a text of each branch.
@@ -155,14 +155,11 @@ class Places:
     """Abstract arrays as they lie on a mesh."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+        self.mesh, self.parameter = mesh, placement(mesh)
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = jnp.float32, *axes: Any) -> jax.ShapeDtypeStruct:
         place = sharding(self.mesh, axes, shape) if axes else NamedSharding(self.mesh, P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    def parameter(self, spec: Spec) -> NamedSharding:
-        return sharding(self.mesh, spec.axes, spec.shape)
 
     def table(self, past: int) -> SolverTable:
         """Of any number of steps: the program takes a row of it."""
