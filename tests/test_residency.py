@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +16,14 @@ from vidax import cli
 from vidax.engine import engine as engine_module
 from vidax.engine import residency as settling
 from vidax.engine.engine import load
+from vidax.engine.progress import Silent
+from vidax.engine.work import Job
 from vidax.errors import UserError
 from vidax.models.interface import Footprint
+from vidax.models.wan import dit, pipeline
+from vidax.nn import parameter_bytes
 from vidax.weights import memory
+from vidax.weights import residency as residency_module
 from vidax.weights.residency import RESIDENT, STREAMED, Residency, Ring, host_bytes, parse
 
 loading = sys.modules["vidax.weights.load"]  # the package has a function of that name
@@ -48,6 +55,141 @@ def test_converted_weights_stream_too(tmp_path):
         for way in ("resident", "streamed")
     ]
     assert all(np.array_equal(other, results[0]) for other in results[1:])
+
+
+@pytest.fixture(scope="session")
+def converted_demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("converted") / "demo"
+    assert cli.main(["convert", "demo", "--output", str(folder), "--dtype", "float32", "--quiet"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2"])
+@pytest.mark.parametrize("residency", ["streamed", "mixed:1/2", "mixed:5/6"])
+def test_layers_from_disk(converted_demo, residency, mesh, monkeypatch):
+    """The same bits; of the layers at most three are in host memory, one of which is on its way to the device."""
+    alive, most = set(), 0
+    read = residency_module.read_layer
+
+    class Mark:
+        """Lives as long as the layer that it was read with."""
+
+    def counted(layer):
+        nonlocal most
+        found = read(layer)
+        mark = Mark()
+        weakref.finalize(found.mlp if hasattr(found, "mlp") else found.ffn, alive.discard, id(mark))
+        alive.add(id(mark))
+        most = max(most, len(alive))
+        marks.append(mark)
+        return found
+
+    marks: list[Mark] = []
+    monkeypatch.setattr(residency_module, "read_layer", counted)
+    engine = load(converted_demo, dtype="float32", mesh=mesh, residency=residency, stream_from="disk")
+    request = engine.request(PROMPT, steps=3, frames=5)
+    assert engine.describe(request)["residency"] == f"{residency} from disk (given)"
+    result = engine.generate(PROMPT, steps=3, frames=5)
+    assert np.array_equal(result.frames, frames("resident", mesh, "float32"))
+    assert len(marks) >= 3 * (6 - parse(residency).count(6)) and 1 <= most <= 3
+    assert result.metadata["streaming"]["bytes_per_step_and_device"] > 0
+
+
+def test_disk_needs_the_converted_form():
+    with pytest.raises(UserError, match=r"read from disk at each step.*vidax convert MODEL --output DIR"):
+        load(residency="streamed", stream_from="disk").generate(PROMPT, steps=2, frames=5)
+    with pytest.raises(UserError, match="stream from 'tape': choose auto, memory or disk"):
+        load(stream_from="tape")
+
+
+def test_disk_where_host_memory_is_too_small(converted_demo, monkeypatch):
+    monkeypatch.setattr(engine_module, "host_available", lambda: 1_000_000)
+    engine = load(converted_demo, dtype="float32", residency="mixed:1/2")
+    assert engine.describe(engine.request(PROMPT))["residency"] == "mixed:1/2 from disk (given)"
+    with pytest.raises(UserError, match=r"3 of 6 layers in host memory take .*--stream-from disk"):
+        load(converted_demo, dtype="float32", residency="mixed:1/2", stream_from="memory").generate(PROMPT)
+
+
+def test_a_fault_while_reading_is_the_jobs_own(converted_demo, monkeypatch):
+    """It is raised for the job that waited for the layer; the next one starts anew."""
+    engine = load(converted_demo, dtype="float32", mesh="seq=1", residency="streamed", stream_from="disk")
+    jobs = [Job(request=engine.request(PROMPT, steps=3, frames=5)) for _ in range(2)]
+    read, count = residency_module.read_layer, 0
+
+    def fails_once(layer):
+        nonlocal count
+        count += isinstance(layer, dit.Block)
+        if count == 9:  # of 6 layers the third, in the second step
+            count += 1
+            raise OSError("the disk is gone")
+        return read(layer)
+
+    monkeypatch.setattr(residency_module, "read_layer", fails_once)
+    clips = engine.run(jobs)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(next(clips).frames)
+    made = np.concatenate(list(next(clips).frames))
+    assert np.array_equal(made, frames("resident", "seq=1", "float32"))
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_interrupted_in_the_middle_of_a_step(converted_demo, source, monkeypatch):
+    """It ends at once, leaves nothing on the devices, and the same engine makes the same video afterwards."""
+    engine = load(converted_demo, dtype="float32", mesh="seq=1", residency="streamed", stream_from=source)
+    gc.collect()
+    before, calls = device_bytes(), 0
+    through = pipeline.through
+
+    def interrupted(*inputs):
+        nonlocal calls
+        calls += 1
+        if calls == 9:  # of 6 layers the third, in the second step
+            raise KeyboardInterrupt
+        return through(*inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "through", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPT, steps=3, frames=5)
+    gc.collect()
+    assert device_bytes() <= before + 1e5
+    result = engine.generate(PROMPT, steps=3, frames=5)
+    assert np.array_equal(result.frames, frames("resident", "seq=1", "float32"))
+
+
+def device_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+class Edges(Silent):
+    """Bytes of live arrays when a phase begins."""
+
+    def __init__(self):
+        self.bytes = {}
+
+    def phase(self, name, total):
+        gc.collect()
+        self.bytes[name] = device_bytes()
+
+
+@pytest.mark.parametrize("residency", ["resident", "mixed:1/2", "streamed"])
+def test_memory_is_given_back_between_phases(residency):
+    """Before a part is loaded, nothing of the parts before it is left; afterwards all of it is there, and no more."""
+    engine, edges = load(dtype="float32", residency=residency), Edges()
+    gc.collect()
+    before = device_bytes()
+    engine.generate(PROMPT, steps=2, frames=5, progress=edges)
+    model = engine.model
+    text = dataclasses.replace(model.text_encoder(jnp.float32).spec, token_embedding=None)
+    weights = {
+        "encode text": parameter_bytes(text),
+        "denoise": parameter_bytes(model.transformer(jnp.float32).spec),
+        "decode": parameter_bytes(model.decoder().spec),
+    }
+    for name in ("load text encoder", "load transformer", "load decoder"):
+        assert abs(edges.bytes[name] - before) < 2e5, name
+    for name, nbytes in weights.items():
+        assert edges.bytes[name] - before == pytest.approx(nbytes, rel=0.02), name
 
 
 def test_spread():
@@ -99,18 +241,15 @@ def test_ring_order_and_copies(on_host):
 
 def test_small_parameters_stay():
     engine = load(dtype="float32", mesh="seq=2", residency="streamed")
-    ring = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)[0].blocks
+    ring = loaded(engine, STREAMED).blocks
     (layer, *_) = ring.layers
     assert layer.self_attn.q.weight.sharding.memory_kind == "pinned_host"
     assert layer.self_attn.q.bias.sharding.memory_kind == layer.modulation.sharding.memory_kind == "device"
     assert 0.9 < host_bytes(layer) / sum(x.nbytes / 2 for x in jax.tree.leaves(layer)) < 1
 
 
-class Quiet:
-    def phase(self, *_):
-        pass
-
-    job = advance = warn = phase
+def loaded(engine, residency: Residency):
+    return engine.load("transformer", engine.model.transformer(jnp.float32), [], {}, Silent(), residency)
 
 
 NEEDS = Footprint(fixed=1000, stream=10, layer=100, layers=10)
@@ -149,7 +288,7 @@ def test_too_little_memory_is_a_sentence():
 
 
 def test_too_little_host_memory_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(settling, "host_available", lambda: 1_000_000)
+    monkeypatch.setattr(engine_module, "host_available", lambda: 1_000_000)
     engine = load(dtype="float32", residency="streamed")
     with pytest.raises(UserError, match=r"6 of 6 layers in host memory take .* GB, and 0.001 GB are available"):
         engine.generate(PROMPT, steps=2, frames=5)
@@ -182,7 +321,7 @@ def test_a_container_bounds_the_host(tmp_path, monkeypatch):
 def test_the_record_says_what_was_moved():
     engine = load(dtype="float32", residency="mixed:1/2")
     record = engine.generate(PROMPT, steps=4, frames=5).metadata
-    ring = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), Residency(1, 2))[0].blocks
+    ring = loaded(engine, Residency(1, 2)).blocks
     per_step = sum(map(host_bytes, ring.layers))
     assert per_step <= record["streaming"]["bytes_per_step_and_device"] <= per_step * 1.25  # one copy ahead in 4 steps
     assert 0 <= record["streaming"]["share_of_denoising"] <= 1
@@ -193,11 +332,11 @@ def test_footprint_is_what_the_device_holds():
     """Weights by shard shapes equal those that are loaded."""
     engine = load(dtype="float32", mesh="seq=2,tensor=2", residency="streamed")
     needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=False)
-    dit = engine.load_transformer(engine.model.transformer(jnp.float32), {}, Quiet(), STREAMED)[0]
-    layer = dit.blocks.layers[0]
+    transformer = loaded(engine, STREAMED)
+    layer = transformer.blocks.layers[0]
     first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layer))
     assert needs.layer == first
-    ends = dataclasses.replace(dit, blocks=None)
+    ends = dataclasses.replace(transformer, blocks=None)
     assert needs.fixed > sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(ends))
 
 
@@ -212,8 +351,11 @@ def test_without_pinned_memory_it_goes_on(monkeypatch):
 
     monkeypatch.setattr(loading, "make", refuse)
     result = load(dtype="float32", mesh="seq=1", residency="streamed").generate(PROMPT, steps=3, frames=5)
-    (sentence,) = (warning for warning in result.metadata["warnings"] if "pinned" in warning)
-    assert sentence.startswith("no pinned host memory for the layers (RESOURCE_EXHAUSTED: no pinned memory), so")
+    sentences = [warning for warning in result.metadata["warnings"] if "pinned" in warning]
+    for part, sentence in zip(("text encoder", "transformer"), sentences, strict=True):
+        assert sentence.startswith(
+            f"no pinned host memory for the layers of the {part} (RESOURCE_EXHAUSTED: no pinned memory), so"
+        )
     assert np.array_equal(result.frames, frames("resident", "seq=1", "float32"))
     assert result.metadata["streaming"]["bytes_per_step_and_device"] > 0
 

@@ -95,6 +95,9 @@ def parser() -> Parser:
     make.add_argument(
         "--residency", default="auto", metavar="auto|...", help="of the layers: resident, streamed, mixed:r/g (auto)"
     )
+    make.add_argument(
+        "--stream-from", default="auto", metavar="memory|disk", help="where layers that are not resident wait (auto)"
+    )
     make.add_argument("--memory-limit", type=float, metavar="GB", help="of each device, at most")
     make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
     make.add_argument("--distributed", action="store_true", help="one of the processes of a TPU slice or Slurm job")
@@ -206,6 +209,7 @@ def opened(arguments: argparse.Namespace, devices: "Sequence[Device] | None") ->
         devices=devices,
         residency=arguments.residency,
         memory_limit=arguments.memory_limit,
+        stream_from=arguments.stream_from,
     )
 
 

@@ -222,11 +222,12 @@ class LayerNorm:
 
 @module
 class Embedding:
-    weight: Any  # [vocabulary, D]
+    weight: Any  # [vocabulary, D], or a `vidax.weights.load.Table` of the host
 
     @staticmethod
     def spec(vocabulary: int, dim: int, dtype):
         return Embedding(Spec((vocabulary, dim), ("vocabulary", None), dtype, jax.nn.initializers.normal(1.0)))
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
+    def __call__(self, ids: Any) -> Any:
+        """Rows float32 [... D] of ids [...]: a host array where the table is the host's."""
         return self.weight[ids].astype(jnp.float32)

@@ -18,7 +18,7 @@ from vidax.engine.progress import Progress, Silent
 from vidax.engine.tasks import Task
 from vidax.errors import UserError
 
-FIXED = ("model", "device", "mesh", "residency", "dtype", "attention")
+FIXED = ("model", "device", "mesh", "residency", "text_residency", "dtype", "attention")
 
 
 def say(text: str) -> None:
@@ -57,7 +57,7 @@ def settings(tasks: Sequence[Task]) -> None:
     first = tasks[0].metadata
     differing = [name for name in first["origins"] if any(t.metadata[name] != first[name] for t in tasks)]
     for name in FIXED:
-        say(f"  {name:16} {first[name]}")
+        say(f"  {name.replace('_', ' '):16} {first[name]}")
     for name, origin in first["origins"].items():
         if first[name] is not None and name not in differing:
             say(f"  {name.replace('_', ' '):16} {shown(first[name])}  ({origin})")

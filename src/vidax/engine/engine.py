@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 from vidax import __version__
 from vidax.engine.progress import Progress, Silent, after, phase
 from vidax.engine.request import Request, resolve, untrained
-from vidax.engine.residency import memory, settle
+from vidax.engine.residency import SOURCES, Stack, memory, settle
 from vidax.engine.work import Job, Work, require_same_jobs, streaming, waiting, warn, warn_of_cut
 from vidax.errors import UserError
 from vidax.media.files import record, write_json
 from vidax.media.output import open_writer, to_uint8
-from vidax.models.interface import Model, Part
+from vidax.models.interface import Footprint, Model, Part
 from vidax.models.locate import locate
 from vidax.models.registry import Card
 from vidax.nn import Spec, parameter_bytes, placement
@@ -33,6 +33,7 @@ from vidax.parallel import processes
 from vidax.parallel.mesh import MeshShape
 from vidax.sampling.noise import normal
 from vidax.weights import load as load_weights
+from vidax.weights.memory import host_available
 from vidax.weights.residency import DEVICE, PINNED, RESIDENT, UNPINNED, Residency, Ring, layers_apart
 from vidax.weights.residency import parse as parse_residency
 
@@ -86,11 +87,14 @@ class Engine:
         devices: Sequence[jax.Device] | None = None,
         residency: Residency | str = "auto",
         memory_limit: float | None = None,
+        stream_from: str = "auto",
     ):
         """Arguments as in `load`."""
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
-        self.card, self.model, self.dtype = card, model, dtype
+        if stream_from not in SOURCES:
+            raise UserError(f"stream from {stream_from!r}: choose {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
+        self.card, self.model, self.dtype, self.stream_from = card, model, dtype, stream_from
         self.residency = parse_residency(residency) if isinstance(residency, str) else residency
         self.mesh_origin = "auto" if mesh == "auto" else "given"
         if mesh == "auto":
@@ -106,7 +110,7 @@ class Engine:
                 "give it devices of one process, or of all"
             )
         self.memory = memory(self.mesh, memory_limit)
-        self._residencies: dict[tuple[int, ...], Residency] = {}
+        self._residencies: dict[str, Residency] = {}
 
     def request(self, prompt: str, **fields: Any) -> Request:
         """What would be generated: the fields of `vidax.engine.request.resolve`, the rest from the card."""
@@ -158,7 +162,7 @@ class Engine:
         if self.shared:
             require_same_jobs(works)
 
-        encoder = self.load("text encoder", parts[0], timings, progress)
+        encoder = self.load("text encoder", parts[0], works, timings, progress, self.settle_text())
         prompts = list(dict.fromkeys(prompt for job in jobs for prompt in job.request.prompts))
         texts: dict[str, np.ndarray] = {}
         with phase("encode text", len(prompts), timings, progress) as advance, self.in_collectives():
@@ -168,12 +172,11 @@ class Engine:
                 if text.truncated:
                     warn_of_cut(prompt, len(text.embeddings), works, progress)
                 advance(len(texts))
+        release(encoder)
         del encoder
 
         residency = min((self.settle(job.request) for job in jobs), key=lambda r: r.resident / r.of)
-        dit, warning = self.load_transformer(parts[1], timings, progress, residency)
-        if warning:
-            warn(warning, works, progress)
+        dit = self.load("transformer", parts[1], works, timings, progress, residency)
         with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
@@ -184,10 +187,12 @@ class Engine:
                     warn(waiting(share, self.settle(work.job.request)), [work], progress)
                 done += work.steps
                 advance(done)
+        release(dit)
         del dit, texts
 
         # Where every job has failed there is nothing to decode, but each still says why.
-        vae = self.load("decoder", parts[2], timings, progress) if any(work.error is None for work in works) else None
+        undone = any(work.error is None for work in works)
+        vae = self.load("decoder", parts[2], works, timings, progress) if undone else None
         with phase("decode", sum(work.job.request.frames for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
@@ -244,20 +249,50 @@ class Engine:
         self,
         name: str,
         part: Part,
+        works: Sequence[Work],
         timings: dict[str, float],
         progress: Progress,
-        layers: Callable[[Spec, int], str] | None = None,
+        residency: Residency = RESIDENT,
     ) -> Any:
-        """A part's weights on the mesh. Nothing here keeps them: they are gone when the caller lets go.
-
-        layers: the memory kind of each layer's parameters; they are then arrays of their own (`Apart`).
+        """A part's weights on the mesh, with as many layers on the devices as the residency says; the others are in a
+        `Ring`. Nothing here keeps them: they are gone when the caller lets go.
         """
+        read = functools.partial(self.read, name, part, timings, progress)
+        if residency == RESIDENT:
+            return read(None, DEVICE)
+        try:
+            loaded = read(residency, PINNED)
+        except jax.errors.JaxRuntimeError as error:
+            layers = f"the layers of the {name} ({first_line(error)})"
+            warn(f"no pinned host memory for {layers}, so their copies may be slower", works, progress)
+            loaded = read(residency, UNPINNED)
+        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
 
+    def read(
+        self,
+        name: str,
+        part: Part,
+        timings: dict[str, float],
+        progress: Progress,
+        residency: Residency | None,
+        host: str,
+    ) -> Any:
+        """A part's weights on the mesh. With a residency, layers are arrays of their own (`Apart`), and the large ones
+        of streamed layers are in the memory of that kind, or `Stored`. Embedding tables stay in their files.
+        """
         place = placement(self.mesh)
 
+        def streamed(spec: Spec, layer: int) -> bool:
+            small = len(spec.shape) < 2 or spec.nbytes < SMALL
+            return residency is not None and not small and not residency.holds(layer)
+
         def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
-            assert layers is not None
-            return place(spec).with_memory_kind(layers(spec, layer))
+            return place(spec).with_memory_kind(host if streamed(spec, layer) else DEVICE)
+
+        def stored(spec: Spec, layer: int | None) -> bool:
+            if layer is None:
+                return "vocabulary" in spec.axes
+            return residency is not None and residency.disk and streamed(spec, layer)
 
         loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
         with loading as advance, processes.in_step(self.shared):
@@ -266,29 +301,10 @@ class Engine:
                 part.checkpoint,
                 part.mapping,
                 sharding=place,
-                layer_sharding=place_layer if layers else None,
+                layer_sharding=place_layer if residency else None,
+                stored=stored,
                 progress=lambda done, _: advance(done),
             )
-
-    def load_transformer(
-        self, part: Part, timings: dict[str, float], progress: Progress, residency: Residency
-    ) -> tuple[Any, str | None]:
-        """The transformer with as many layers on the device as the residency says, and what the user should know."""
-        if residency == RESIDENT:
-            return self.load("transformer", part, timings, progress), None
-
-        def kind(spec: Spec, layer: int, host: str) -> str:
-            small = len(spec.shape) < 2 or spec.nbytes < SMALL
-            return DEVICE if small or residency.holds(layer) else host
-
-        warning = None
-        try:
-            loaded = self.load("transformer", part, timings, progress, functools.partial(kind, host=PINNED))
-        except jax.errors.JaxRuntimeError as error:
-            warning = f"no pinned host memory for the layers ({first_line(error)}), so their copies may be slower"
-            loaded = self.load("transformer", part, timings, progress, functools.partial(kind, host=UNPINNED))
-        layers = layers_apart(loaded.blocks, loaded.config.layers)
-        return dataclasses.replace(loaded, blocks=Ring(layers)), warning
 
     def in_collectives(self) -> contextlib.AbstractContextManager[None]:
         """For work that the processes of the mesh do together: an error of one becomes that of all, or ends it."""
@@ -304,13 +320,27 @@ class Engine:
             yield item
 
     def settle(self, request: Request) -> Residency:
-        """How many layers stay on the device for a request."""
+        """How many of the transformer's layers stay on the devices for a request, and where the others are."""
         shape = request.width, request.height, request.frames, request.branches
-        if shape not in self._residencies:
-            self._residencies[shape] = settle(
-                self.model, request, self.residency, self.mesh, jnp.dtype(self.dtype), self.memory
+        needs = functools.partial(self.model.footprint, *shape)
+        work = f"{request.width}x{request.height}, {request.frames} frames"
+        return self._settle("transformer", work if request.guided else f"{work}, unguided", needs)
+
+    def settle_text(self) -> Residency:
+        """The same of the text encoder."""
+        return self._settle("text_encoder", "the text encoder", self.model.text_footprint)
+
+    def _settle(self, part: str, work: str, footprint: Callable[..., Footprint]) -> Residency:
+        if work not in self._residencies:
+            stack = Stack(
+                work=work,
+                footprint=functools.partial(footprint, jnp.dtype(self.dtype), self.mesh),
+                converted=self.model.converted(part),
             )
-        return self._residencies[shape]
+            self._residencies[work] = settle(
+                stack, self.residency, self.stream_from, self.mesh, self.memory, host_available()
+            )
+        return self._residencies[work]
 
     def describe(self, request: Request) -> dict[str, Any]:
         """Everything needed to make the same video again, and what it was made with."""
@@ -326,6 +356,7 @@ class Engine:
             "origins": request.origins,
             "warnings": untrained(self.card, request),
             "residency": f"{self.settle(request)} ({'auto' if self.residency is None else 'given'})",
+            "text_residency": f"{self.settle_text()} ({'auto' if self.residency is None else 'given'})",
             "mesh": f"{meshes.shape_of(self.mesh)} ({self.mesh_origin})",
             "attention": attention,
             "device": f"{device.device_kind} ({device.platform})"
@@ -346,6 +377,7 @@ def load(
     devices: Sequence[jax.Device] | None = None,
     residency: Residency | str = "auto",
     memory_limit: float | None = None,
+    stream_from: str = "auto",
 ) -> Engine:
     """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
@@ -354,14 +386,30 @@ def load(
     transformer, vae, text_encoder, tokenizer: files or folders that take the place of the model's own.
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
     mesh: how devices share the work, as in "data=2,seq=4" (`vidax.parallel.mesh`), or "auto".
-    residency: of the transformer's layers, "resident", "streamed" from host memory or "mixed:r/g"; "auto" keeps as many
-        on the device as fit.
+    residency: of the transformer's layers and the text encoder's, "resident", "streamed" or "mixed:r/g"; "auto" keeps
+        as many on the device as fit.
     memory_limit: GB of each device that may be used; what the device has if None.
+    stream_from: where streamed layers wait, "memory" (of the host) or "disk"; "auto" takes memory if they fit there.
     devices: those to use; every accelerator if None, and for "auto" one CPU device where there is none.
     """
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
-    return Engine(card, opened, dtype=dtype, mesh=mesh, devices=devices, residency=residency, memory_limit=memory_limit)
+    return Engine(
+        card,
+        opened,
+        dtype=dtype,
+        mesh=mesh,
+        devices=devices,
+        residency=residency,
+        memory_limit=memory_limit,
+        stream_from=stream_from,
+    )
+
+
+def release(network: Any) -> None:
+    """Give up what streamed layers have on its way."""
+    if isinstance(network.blocks, Ring):
+        network.blocks.close()
 
 
 def first_line(error: Exception) -> str:

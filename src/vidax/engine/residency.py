@@ -1,18 +1,19 @@
-"""How many of a transformer's layers stay in device memory: as asked for, or as many as fit."""
+"""How many layers of a network stay in device memory, as asked for or as many as fit, and where the others are."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
-from vidax.engine.request import Request
 from vidax.errors import UserError
-from vidax.models.interface import Footprint, Model
-from vidax.weights.memory import device_budget, host_available
+from vidax.models.interface import Footprint
+from vidax.weights.memory import device_budget
 from vidax.weights.residency import RESIDENT, STREAMED, Residency
 
 # A step's activations in units of its float32 residual stream: 4 for 14B at 1280x720. What takes at most half of the
 # budget by this estimate fits; nothing is compiled to find out.
 ROUGH_STREAMS = 5
+SOURCES = ("auto", "memory", "disk")  # of streamed layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,34 +32,46 @@ def memory(mesh: jax.sharding.Mesh, limit_gb: float | None) -> Memory:
     return Memory(budget=budget, origin="the memory limit" if budget != own else "what the device has")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A network of many layers, and the work it is wanted for.
+
+    work: how a message names it, as in "1280x720, 81 frames".
+    footprint: what it takes; with `compiled` a layer is compiled for it, and else activations are left out.
+    converted: whether its checkpoint is in the form from which layers can be read one by one.
+    """
+
+    work: str
+    footprint: Callable[..., Footprint]
+    converted: bool
+
+
 def settle(
-    model: Model, request: Request, wish: Residency | None, mesh: jax.sharding.Mesh, dtype, have: Memory
+    stack: Stack, wish: Residency | None, source: str, mesh: jax.sharding.Mesh, have: Memory, available: int | None
 ) -> Residency:
-    """The residency for a request: the wish, or for None the most layers that the budget allows.
+    """The residency of a stack: the wish, or for None the most layers that the budget allows; streamed layers come
+    from host memory where `available` bytes of it hold them, unless `source` says where from.
 
     Raises UserError where device or host memory does not suffice, with the numbers and what would help.
     """
-    shape = request.width, request.height, request.frames, request.branches
-    rough = model.footprint(*shape, dtype, mesh, compiled=False)
+    rough = stack.footprint(compiled=False)
     if have.budget is None:
-        check_host(rough, wish or RESIDENT, mesh)
-        return wish or RESIDENT
+        return with_source(wish or RESIDENT, stack, rough, source, mesh, available)
     weights = rough.fixed + rough.layers * rough.layer
     if wish in (None, RESIDENT) and 2 * (weights + ROUGH_STREAMS * rough.stream) <= have.budget:
         return RESIDENT
-    needs = model.footprint(*shape, dtype, mesh, compiled=True)
+    needs = stack.footprint(compiled=True)
     if wish is None:
         wish = fill(needs, have.budget)
     if (total := needs.total(wish)) > have.budget:
         least = needs.total(STREAMED)
         way = "use more devices in seq, a smaller size or fewer frames"
         raise UserError(
-            f"{request.width}x{request.height}, {request.frames} frames: with {wish} layers it takes {gb(total)} of "
-            f"each device, and {have.origin} is {gb(have.budget)}; "
+            f"{stack.work}: with {wish} layers it takes {gb(total)} of each device, and {have.origin} is "
+            f"{gb(have.budget)}; "
             + ("let --residency auto choose" if least <= have.budget else f"{way}: streamed, it takes {gb(least)}")
         )
-    check_host(needs, wish, mesh)
-    return wish
+    return with_source(wish, stack, needs, source, mesh, available)
 
 
 def fill(needs: Footprint, budget: int) -> Residency:
@@ -69,14 +82,29 @@ def fill(needs: Footprint, budget: int) -> Residency:
     return Residency(min(resident, needs.layers - 1), needs.layers)
 
 
-def check_host(needs: Footprint, residency: Residency, mesh: jax.sharding.Mesh) -> None:
-    streamed = needs.layers - residency.count(needs.layers)
-    host, available = streamed * needs.layer * len(mesh.local_devices), host_available()
-    if available is not None and host > available:
+def with_source(
+    wish: Residency, stack: Stack, needs: Footprint, source: str, mesh: jax.sharding.Mesh, available: int | None
+) -> Residency:
+    """Where streamed layers come from."""
+    streamed = needs.layers - wish.count(needs.layers)
+    host = streamed * needs.layer * len(mesh.local_devices)
+    fits = available is None or host <= available
+    if not streamed or (source != "disk" and fits):
+        return wish
+    if source != "memory" and stack.converted:
+        return dataclasses.replace(wish, disk=True)
+    if source == "disk":
         raise UserError(
-            f"{streamed} of {needs.layers} layers in host memory take {gb(host)}, and {gb(available)} are available; "
-            "keep more layers on the device with --residency mixed:r/g, or free host memory"
+            f"{stack.work}: layers are read from disk at each step, and this checkpoint is not in the form for it; "
+            "write it once with vidax convert MODEL --output DIR, and run that"
         )
+    assert available is not None
+    raise UserError(
+        f"{stack.work}: {streamed} of {needs.layers} layers in host memory take {gb(host)}, and {gb(available)} are "
+        "available; keep more layers on the device with --residency mixed:r/g, free host memory, or "
+        + ("stream from disk" if stack.converted else "write the model with vidax convert, whose layers can be")
+        + (" (--stream-from disk)" if stack.converted else " read from disk at each step")
+    )
 
 
 def gb(count: int) -> str:

@@ -21,7 +21,7 @@ from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_
 from vidax.parallel import processes
 
 # A video that differs in these alone need not be made again.
-CIRCUMSTANCES = (*OF_THE_RUN, "mesh", "residency")
+CIRCUMSTANCES = (*OF_THE_RUN, "mesh", "residency", "text_residency")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,9 +85,11 @@ def warn(sentence: str, works: Iterable["Work"], progress: Progress) -> None:
 
 def waiting(share: float, residency: Residency) -> str:
     """What to do where copies take longer than what hides them."""
+    source = "disk" if residency.disk else "host memory"
     return (
-        f"{share:.0%} of denoising was waiting for layers from host memory ({residency}); keep more of them on the "
-        "device (--residency mixed:r/g, or a higher --memory-limit), or split them over more devices in seq"
+        f"{share:.0%} of denoising was waiting for layers from {source} ({residency}); keep more of them on the device "
+        "(--residency mixed:r/g, or a higher --memory-limit), "
+        + ("or stream from host memory" if residency.disk else "or split them over more devices in seq")
     )
 
 

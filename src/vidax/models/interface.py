@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What denoising takes of each device's memory, in bytes."""
+    """What a network of many layers takes of each device's memory, in bytes."""
 
     fixed: int  # all but the layers' weights
     stream: int  # of that, the residual stream: the unit of a rough estimate
@@ -102,10 +102,16 @@ class Model(Protocol):
     def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
         """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
 
+    def converted(self, part: str) -> bool:
+        """Whether a part of `PARTS` is in the form that `vidax convert` writes."""
+
     def footprint(
         self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any, *, compiled: bool
     ) -> Footprint:
         """What denoising takes; `compiled` compiles a layer for it, and else activations are left out."""
+
+    def text_footprint(self, dtype, mesh: Any, *, compiled: bool) -> Footprint:
+        """What encoding a text takes."""
 
     def text_encoder(self, dtype) -> Part: ...
 

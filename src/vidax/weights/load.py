@@ -4,6 +4,7 @@ Host memory stays near one parameter beyond the destination: files are memory ma
 before the next one is read.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ def load(
     *,
     sharding: Callable[[Spec], jax.sharding.Sharding] | None = None,
     layer_sharding: Callable[[Spec, int], jax.sharding.Sharding] | None = None,
+    stored: Callable[[Spec, int | None], bool] = lambda spec, layer: False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """The parameters of `spec_tree` as arrays of their Spec's shape and dtype.
@@ -39,6 +41,8 @@ def load(
     sharding: where a parameter is to lie, memory kind included; without it all are on the first device.
     layer_sharding: where one layer of a stacked parameter is to lie. With it each is a `Apart` of arrays of one layer,
         whose Spec it is asked for.
+    stored: whether one layer of a parameter stays in the checkpoint, as a `Stored`, or (layer None) an embedding table,
+        as a `Table`.
     progress: called with (bytes done, bytes in all) after each parameter.
 
     Raises UserError before any weight is read if the checkpoint's names, shapes or dtypes are not those of the model.
@@ -54,14 +58,12 @@ def load(
     arrays: list[Any] = []
     for leaf, (_, spec) in zip(match.leaves, named_leaves(spec_tree), strict=True):
         tensors = [checkpoint[name] for name in leaf.names]
-        if spec.stacked and layer_sharding:
+        if not spec.stacked and stored(spec, None):
+            arrays.append(Table(leaf.spec, tensors[0]))
+        elif spec.stacked and layer_sharding:
             layer = spec.layer()
-            arrays.append(
-                Apart(
-                    make(layer, layer_sharding(layer, i), reader(leaf.spec, tensors, layer=i))
-                    for i in range(spec.shape[0])
-                )
-            )
+            apart = (Stored(layer, layer_sharding(layer, i), leaf.spec, tensors, i) for i in range(spec.shape[0]))
+            arrays.append(Apart(one if stored(layer, one.layer) else one.read() for one in apart))
         else:
             arrays.append(make(spec, sharding(spec) if sharding else first, reader(leaf.spec, tensors)))
         for tensor in tensors:
@@ -73,7 +75,50 @@ def load(
 
 
 class Apart(tuple):
-    """The layers of a stacked parameter, each an array of its own."""
+    """The layers of a stacked parameter, each an array of its own, or a `Stored`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """One layer of a stacked parameter, in the checkpoint.
+
+    spec: what it is to be; place: where it is to lie; stack: the whole parameter as it is stored; tensors: its own.
+    """
+
+    spec: Spec
+    place: jax.sharding.Sharding
+    stack: Spec
+    tensors: list[Tensor]
+    layer: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.spec.dtype)
+
+    def read(self) -> jax.Array:
+        return make(self.spec, self.place, reader(self.stack, self.tensors, layer=self.layer))
+
+    def give_back(self) -> None:
+        for tensor in self.tensors:
+            tensor.give_back()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """An embedding table [rows D] that stays in the checkpoint. A text takes some of its rows: no device holds it."""
+
+    spec: Spec
+    tensor: Tensor
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        """The rows [... D] of ids [...], in the dtype of the model."""
+        rows = in_our_shape(self.spec, self.tensor.view())[ids].astype(self.spec.dtype)
+        self.tensor.give_back()
+        return rows
 
 
 def make(spec: Spec, place: jax.sharding.Sharding, read: Callable[[Index | None], np.ndarray]) -> jax.Array:

@@ -5,30 +5,41 @@ started while the layer before it computes and given up once it has computed, so
 holds two at most. The order starts again after the last layer: across steps the copies go on.
 
     while the device computes layer i - 1:    host -> device: layer i
+
+Where host memory is too small as well, layers are read from a converted checkpoint, in the background and in the order
+of their turns, so that a few at most wait in host memory.
 """
 
 import dataclasses
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from fractions import Fraction
 from typing import Any
 
 import jax
 
 from vidax.errors import UserError
-from vidax.weights.load import Apart
+from vidax.weights.load import Apart, Stored
 
 PINNED, UNPINNED, DEVICE = "pinned_host", "unpinned_host", "device"
+READ_AHEAD = 2  # layers from disk that wait in host memory
+POLL = 0.005  # seconds between two looks whether a device still computes
+READERS = 4  # parameters of a layer that are read side by side
 
 
 @dataclasses.dataclass(frozen=True)
 class Residency:
-    """Of every `of` layers, `resident` stay in device memory, spread evenly; the others are streamed."""
+    """Of every `of` layers, `resident` stay in device memory, spread evenly; the others are streamed from host memory,
+    or from disk.
+    """
 
     resident: int
     of: int
+    disk: bool = False
 
     def __post_init__(self):
         assert 0 <= self.resident <= self.of and self.of >= 1
@@ -43,7 +54,8 @@ class Residency:
         return sum(map(self.holds, range(layers)))
 
     def __str__(self) -> str:
-        return {0: "streamed", self.of: "resident"}.get(self.resident, f"mixed:{self.resident}/{self.of}")
+        way = {0: "streamed", self.of: "resident"}.get(self.resident, f"mixed:{self.resident}/{self.of}")
+        return f"{way} from disk" if self.disk else way
 
 
 RESIDENT, STREAMED = Residency(1, 1), Residency(0, 1)
@@ -75,18 +87,19 @@ Block = Callable[[Any, Any], tuple[Any, jax.Array]]  # (layer, state) to the nex
 class Ring:
     """The layers of one stack, ready to run in turn, as often as there are steps.
 
-    layers: trees of one structure. What of a layer lies in pinned host memory is copied to the device for its turn;
-    small parameters and whole layers that lie on the device are used where they are.
+    layers: trees of one structure. What of a layer lies in pinned host memory, or is `Stored`, comes to the device for
+    its turn; small parameters and whole layers that lie on the device are used where they are.
     """
 
     def __init__(self, layers: Sequence[Any]):
         self.layers = tuple(layers)
         self.streamed = [i for i, layer in enumerate(self.layers) if host_bytes(layer)]
+        self.reader = Reader({i: layer for i, layer in enumerate(self.layers) if is_stored(layer)})
         self.bytes_moved = 0  # to each device
-        self.seconds_waited = 0.0  # with the layer before computed and this one not here
+        self.seconds_waited = 0.0  # with the layer before computed and this one not here, or not read
         self._coming: tuple[int, Any] | None = None  # a copy that has been started, and for which layer
         self._arriving: Any = None  # the copy that the layer at work needs, which may not be here yet
-        self._fence: jax.Array | None = None
+        self._fence: Any = None
 
     def run(self, block: Block, state: Any) -> Any:
         """The state after all layers."""
@@ -97,16 +110,17 @@ class Ring:
         return state
 
     def close(self) -> None:
-        """Give up the copy that is on its way."""
+        """Give up what is on its way, as after a step that was not finished."""
         self._coming = self._arriving = self._fence = None
+        self.reader.close()
 
     def _take(self, i: int) -> Any:
         if i not in self.streamed:
             return self.layers[i]
-        if self._coming is None:
+        if self._coming is None or self._coming[0] != i:  # the first turn, or the first after an unfinished step
+            self._coming = None
             self._coming = i, self._copy(i)
-        coming, layer = self._coming
-        assert coming == i
+        _, layer = self._coming
         self._arriving, self._coming = layer, None
         return layer
 
@@ -126,7 +140,68 @@ class Ring:
 
     def _copy(self, i: int) -> Any:
         self.bytes_moved += host_bytes(self.layers[i])
-        return jax.tree.map(to_device, self.layers[i])
+        layer = self._read(i) if i in self.reader.layers else self.layers[i]
+        return jax.tree.map(to_device, layer)
+
+    def _read(self, i: int) -> Any:
+        layer = self.reader.take(i)
+        while self._fence is not None and not (self._fence.is_ready() or layer.done()):
+            wait([layer], timeout=POLL)
+        start = time.perf_counter()
+        layer.result()
+        self.seconds_waited += time.perf_counter() - start
+        return layer.result()
+
+
+class Reader:
+    """Layers that lie on disk, read in the background in the order of their turns; READ_AHEAD at most are here.
+
+    layers: by the number of their turn, trees with `Stored` leaves.
+    """
+
+    def __init__(self, layers: dict[int, Any]):
+        self.layers = layers
+        self._order = list(layers)
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: deque[tuple[int, Future]] = deque()
+
+    def take(self, i: int) -> Future:
+        """Layer `i` in host memory, when it is read; the next ones are then on their way."""
+        if self._ahead and self._ahead[0][0] != i:
+            self.close()
+        if not self._ahead:
+            self._request(i)
+        _, layer = self._ahead.popleft()
+        while len(self._ahead) < min(READ_AHEAD, len(self._order)):
+            last = self._ahead[-1][0] if self._ahead else i
+            self._request(self._order[(self._order.index(last) + 1) % len(self._order)])
+        return layer
+
+    def close(self) -> None:
+        """Let go of what is read; a layer that is being read is the last."""
+        self._ahead.clear()
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+    def _request(self, i: int) -> None:
+        self._pool = self._pool or ThreadPoolExecutor(1)  # one layer after the other
+        self._ahead.append((i, self._pool.submit(read_layer, self.layers[i])))
+
+
+def read_layer(layer: Any) -> Any:
+    """A layer with what was stored in host memory."""
+    leaves, structure = jax.tree.flatten(layer)
+    with ThreadPoolExecutor(READERS) as pool:
+        read = list(pool.map(lambda leaf: leaf.read() if isinstance(leaf, Stored) else leaf, leaves))
+    for leaf in leaves:
+        if isinstance(leaf, Stored):
+            leaf.give_back()
+    return jax.tree.unflatten(structure, read)
+
+
+def is_stored(layer: Any) -> bool:
+    return any(isinstance(leaf, Stored) for leaf in jax.tree.leaves(layer))
 
 
 def to_device(x: jax.Array) -> jax.Array:
@@ -140,8 +215,12 @@ def on_host(x: jax.Array) -> bool:
 
 def host_bytes(layer: Any) -> int:
     """What of a layer has to be copied to each device."""
-    arrays = [x for x in jax.tree.leaves(layer) if on_host(x)]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+    leaves = [x for x in jax.tree.leaves(layer) if isinstance(x, Stored) or on_host(x)]
+    return sum(math.prod(place_of(x).shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def place_of(x: jax.Array | Stored) -> jax.sharding.Sharding:
+    return x.place if isinstance(x, Stored) else x.sharding
 
 
 def layers_apart(stack: Any, layers: int) -> list[Any]:

@@ -100,8 +100,8 @@ class Block:
 
 @module
 class T5Encoder:
-    token_embedding: Embedding
-    blocks: Block  # every leaf has a leading layer axis
+    token_embedding: Any  # an Embedding; None in programs, for which its rows are looked up on the host
+    blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
     norm: RMSNorm
     config: T5Config = static()
 
@@ -113,13 +113,24 @@ class T5Encoder:
         embedding = Embedding.spec(c.vocabulary, c.dim, dtype)
         return T5Encoder(embedding, stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps), c)
 
-    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Token ids [B S], of which lengths [B] are real, to embeddings [B S D] float32, zero past the real ones."""
-        x = everywhere(self.token_embedding(ids))
-        buckets = jnp.asarray(relative_buckets(ids.shape[1], self.config.buckets, self.config.max_distance))
-        x, _ = jax.lax.scan(lambda x, block: (block(x, lengths, buckets), None), x, self.blocks)
-        real = jnp.arange(ids.shape[1]) < lengths[:, None]
+    def block(self, layer: Block, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """One layer on tokens [B S D]."""
+        buckets = relative_buckets(x.shape[1], self.config.buckets, self.config.max_distance)
+        return layer(x, lengths, jnp.asarray(buckets))
+
+    def finish(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Embeddings [B S D] float32 from what the last layer gives, zero past the lengths [B]."""
+        real = jnp.arange(x.shape[1]) < lengths[:, None]
         return jnp.where(real[..., None], self.norm(x), 0.0)
+
+    def encode(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Token embeddings [B S D], of which lengths [B] are real, to embeddings of the text [B S D] float32."""
+        x, _ = jax.lax.scan(lambda x, layer: (self.block(layer, x, lengths), None), everywhere(x), self.blocks)
+        return self.finish(x, lengths)
+
+    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Token ids [B S] in the place of their embeddings, which the engine looks up on the host."""
+        return self.encode(self.token_embedding(ids), lengths)
 
 
 def relative_buckets(length: int, buckets: int, max_distance: int) -> np.ndarray:

@@ -4,6 +4,7 @@ Nothing here holds weights: the engine loads a part, hands it to the phase and t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from vidax.models.wan.programs import (
     decode_chunk,
     denoise_step,
     encode,
+    encode_leave,
+    encode_through,
     enter,
     footprint,
     leave,
     prepare,
     start,
+    text_footprint,
     through,
 )
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
@@ -113,11 +117,17 @@ class WanModel:
             for name, part in self.parts.items()
         }
 
+    def converted(self, part: str) -> bool:
+        return self.parts[part].names.held
+
     def footprint(
         self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, *, compiled: bool
     ) -> Footprint:
         latents = (1, *self.latent_shape(width, height, frames))
         return footprint(self.dit, latents, branches, dtype, mesh, compiled=compiled)
+
+    def text_footprint(self, dtype, mesh: Mesh, *, compiled: bool) -> Footprint:
+        return text_footprint(self.text, dtype, mesh, compiled=compiled)
 
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
@@ -140,8 +150,15 @@ class WanModel:
                 f"{self.tokenizer}: gives token {largest}, but the text encoder's vocabulary has "
                 f"{self.text.vocabulary}; take both from one model"
             )
+        table, blocks = encoder.token_embedding, encoder.blocks
+        ends = dataclasses.replace(encoder, token_embedding=None, blocks=None)
         for row, truncated in enumerate(tokens.truncated):
-            embeddings = encode(encoder, whole(tokens.ids[row : row + 1]), whole(tokens.lengths[row : row + 1]))
+            x, lengths = whole(table(tokens.ids[row : row + 1])), whole(tokens.lengths[row : row + 1])
+            if isinstance(blocks, Ring):
+                x = blocks.run(functools.partial(encode_through, ends, lengths), x)
+                embeddings = encode_leave(ends, lengths, x)
+            else:
+                embeddings = encode(dataclasses.replace(ends, blocks=blocks), lengths, x)
             yield Text(np.array(embeddings)[0], truncated)
 
     def denoise(

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vidax.models.interface import Footprint
-from vidax.models.towers.t5 import T5Encoder
+from vidax.models.towers.t5 import Block as T5Block
+from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
 from vidax.models.wan.vae import Decoder, VAEConfig, strips
@@ -27,8 +28,26 @@ from vidax.weights.memory import program_bytes, split_bytes
 
 
 @jax.jit
-def encode(encoder: T5Encoder, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    return everywhere(encoder(ids, lengths))
+def encode(encoder: T5Encoder, lengths: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Embeddings of a text [B S D] from those of its tokens [B S D], of which lengths [B] are real."""
+    return everywhere(encoder.encode(tokens, lengths))
+
+
+# The same in two programs, where layers are streamed: `ends` is the encoder without its layers.
+
+
+@functools.partial(jax.jit, donate_argnames="tokens")
+def encode_through(
+    ends: T5Encoder, lengths: jax.Array, layer: T5Block, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One layer; the second result is ready when it has computed."""
+    tokens = everywhere(ends.block(layer, tokens, lengths))
+    return tokens, everywhere(tokens[:1, 0, 0])
+
+
+@jax.jit
+def encode_leave(ends: T5Encoder, lengths: jax.Array, tokens: jax.Array) -> jax.Array:
+    return everywhere(ends.finish(tokens, lengths))
 
 
 @jax.jit
@@ -149,6 +168,26 @@ def footprint(
     if compiled:
         program = program_bytes(lower_layer(config, latents, branches, mesh, dtype).compile()) - layer
     return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=config.layers)
+
+
+def text_footprint(config: T5Config, dtype, mesh: Mesh, *, compiled: bool) -> Footprint:
+    """What encoding a text takes; `compiled` compiles a layer, and else its activations are left out."""
+    place = Places(mesh)
+    ends = dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None)
+    block = T5Block.spec(config, dtype)
+    layer, program = split_bytes(block, place.parameter), 0
+    tokens = (1, TEXT_TOKENS, config.dim)
+    if compiled:
+        ends_, layer_ = abstract(ends, place.parameter), abstract(block, place.parameter)
+        with jax.set_mesh(mesh):
+            lowered = encode_through.lower(ends_, place((1,), jnp.int32), layer_, place(tokens))
+        program = program_bytes(lowered.compile()) - layer
+    return Footprint(
+        fixed=split_bytes(ends, place.parameter) + program,
+        stream=4 * math.prod(tokens),
+        layer=layer,
+        layers=config.layers,
+    )
 
 
 class Places:
