@@ -3,10 +3,10 @@
     python benchmarks/stream_cpu.py [--steps 50] [--tokens 64] [--json]
 
 Two stacks: the demo, and one of the shape of Wan 2.1 1.3B (30 layers of width 1536, 2.8 GB in bfloat16, random weights
-written once in the form of `vidax convert`). Each case is a process of its own. On a CPU "device" memory is host memory:
-streaming costs a copy of every layer at each step and hides it only behind another core, so these ratios say that it
-works and what it holds, not what it costs on an accelerator. Anonymous memory is what the process itself holds, without
-mapped files; growth is from the 5th step to the last.
+written once in the form of `vidax convert`). Each case is a process of its own. A CPU's device memory is the host's:
+streaming copies every layer at each step and hides that only behind another core, so these ratios say that it works and
+what it holds, not what it costs on an accelerator. Anonymous memory is what the process itself holds, without mapped
+files; growth is from the 5th step to the last.
 """
 
 import argparse
@@ -59,7 +59,6 @@ def run(model: str, folder: Path, residency: str, source: str, steps: int, token
     from vidax.models.wan.config import DEMO, TEXT_TOKENS, WAN21_1_3B
     from vidax.models.wan.dit import DiT
     from vidax.nn import parameter_bytes
-    from vidax.sampling.sampler import Sampler
     from vidax.weights import open_checkpoint
     from vidax.weights.held import HELD
     from vidax.weights.residency import Residency, Ring, parse
@@ -85,7 +84,7 @@ def run(model: str, folder: Path, residency: str, source: str, steps: int, token
         seconds.append(time.perf_counter())
         held.append(memory.now())
 
-    sampler = Sampler(steps=steps, flow_shift=5.0)
+    sampler = engine.request("a red circle", steps=steps).sampler
     with jax.set_mesh(engine.mesh):
         engine.model.denoise(dit, sampler.table(), noise, text, None, on_step)
     memory.done = True
@@ -115,16 +114,17 @@ def main() -> None:
         print(json.dumps(run(model, Path(folder), residency, source, arguments.steps, arguments.tokens)))
         return
     rows = []
+    from vidax import cli
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder / "transformer.safetensors")
-        convert = [sys.executable, "-m", "vidax", "convert", "demo", "--output", str(folder / "demo"), "--quiet"]
-        subprocess.run(convert, check=True)
+        cli.main(["convert", "demo", "--output", str(folder / "demo"), "--quiet"])
         for model in MODELS:
             for residency, source in CASES:
                 command = [sys.executable, __file__, "--case", model, name, residency, source]
                 command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
-                made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                made = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
                 rows.append(made)
                 made["ratio"] = round(
                     made["seconds_per_step"] / rows[-1 - CASES.index((residency, source))]["seconds_per_step"], 3

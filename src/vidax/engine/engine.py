@@ -216,7 +216,7 @@ class Engine:
         noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(0, 2, 3, 4, 1)  # drawn channels first
         text = np.stack([texts[prompt] for prompt in request.prompts])
         guidance_scale = request.guidance_scale if request.guided else None
-        ring = dit.blocks if isinstance(dit.blocks, Ring) else None
+        ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
         before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
         with jax.set_mesh(self.mesh):
             latents = np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
@@ -256,9 +256,13 @@ class Engine:
     ) -> Any:
         """A part's weights on the mesh, with as many layers on the devices as the residency says; the others are in a
         `Ring`. Nothing here keeps them: they are gone when the caller lets go.
+
+        Layers of bfloat16 are apart on CPUs in any case: in a loop over a stack of them XLA makes all of it float32 at
+        each step, which takes three times the memory and more than twice the time.
         """
         read = functools.partial(self.read, name, part, timings, progress)
-        if residency == RESIDENT:
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        if residency == RESIDENT and not (on_cpu and self.dtype == "bfloat16" and hasattr(part.spec, "blocks")):
             return read(None, DEVICE)
         try:
             loaded = read(residency, PINNED)
