@@ -5,8 +5,8 @@
 
 Compiles one layer (`through`), both guidance branches, bfloat16, for a topology with libtpu (extra: compile), and adds
 what lies beside it: `models.interface.Footprint`, the one that `--residency auto` uses. Device bytes are arguments +
-temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident row is the
-program of a whole step instead.
+temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident and the
+streamed row are the program of a whole step instead, which copies layers from host memory itself.
 
 The published engine takes 15.2 GB (streamed layer by layer) to 26.1 GB (resident) of each v4 chip at 1280x720x81.
 """
@@ -35,6 +35,7 @@ SLICES = (
     ("v5e:2x4", "seq=8"),
     ("v6e:2x2", "seq=1"),
     ("v6e:2x2", "seq=4"),
+    ("v6e:2x4", "seq=8"),
 )
 FRAMES = 81
 
@@ -48,8 +49,9 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
     found = []
     for residency in (RESIDENT, Residency(1, 2), STREAMED):
         device = needs.total(residency)
-        if step and residency == RESIDENT:
-            device = program_bytes(compile_step(WAN21_14B, (width, height), topology, mesh, FRAMES))
+        if step and residency in (RESIDENT, STREAMED):
+            streams = residency == STREAMED
+            device = program_bytes(compile_step(WAN21_14B, (width, height), topology, mesh, FRAMES, streamed=streams))
         streamed = needs.layers - residency.count(needs.layers)
         found.append(
             {
@@ -69,7 +71,9 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases that contain this text, as in 'v5e' or '1280x720'")
-    parser.add_argument("--step", action="store_true", help="also compile the whole resident step")
+    parser.add_argument(
+        "--step", action="store_true", help="compile the whole step where the layers are all resident or all streamed"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found = []

@@ -96,15 +96,19 @@ def mesh_of(topology: str, mesh: str) -> Mesh:
     return meshes.make(meshes.parse(mesh), devices_of(topology))
 
 
-def compile_step(config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81) -> Any:
+def compile_step(
+    config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81, *, streamed: bool = False
+) -> Any:
     """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
     latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.in_channels)
-    return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh)).compile()
+    return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh), streamed=streamed).compile()
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a compiled program: `kind` is an opcode, or "kernel" for a Pallas call."""
+    """One operation of a compiled program: `kind` is an opcode, "kernel" for a Pallas call, or HOST_START or HOST_DONE,
+    between which a copy from host memory runs beside other operations.
+    """
 
     kind: str
     times: int  # how often it runs
@@ -112,6 +116,7 @@ class Operation:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of the result, and of a kernel's operands
     path: str  # where in the model it comes from
     asynchronous: bool = False  # started here and awaited elsewhere
+    copy: str = ""  # from host memory: which one is started or awaited
 
     @property
     def bytes(self) -> int:
@@ -134,12 +139,16 @@ class Operation:
 ITEM_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "u8": 1}
 HIDDEN = "async-collective"  # what libtpu calls one that it runs beside the computation, as gathers on v5e
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute", HIDDEN)
+HOST_START, HOST_DONE = "host-copy-start", "host-copy-done"
+HOST = "S(5)"  # the memory space, in a layout
+HOST_COPIES = ("copy-start", "slice-start", "dynamic-slice-start")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(")
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def operations(text: str) -> list[Operation]:
-    """Every operation that has an estimate, moves data between devices or is a kernel, from an executable's text.
+    """Every operation that has an estimate, moves data between devices or from the host, or is a kernel, from an
+    executable's text, in the order of its schedule.
 
     Raises ValueError where the text is not understood.
     """
@@ -160,6 +169,7 @@ def operations(text: str) -> list[Operation]:
 
 
 def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator[Operation]:
+    copies: set[str] = set()
     for line in computations[name]:
         if not (match := INSTRUCTION.match(line)):
             continue
@@ -172,25 +182,39 @@ def _walk(computations: dict[str, list[str]], name: str, times: int) -> Iterator
             continue
         if opcode == "conditional":
             raise ValueError(f"a branch, whose choice is not known: {line[:200]}")
+        if HOST in result and opcode.endswith("-start"):
+            if opcode not in HOST_COPIES:
+                raise ValueError(f"host memory is used by {opcode}, which is no copy of a part of it: {line[:200]}")
+            copies.add(own)
+            moved = [shape for shape in _shapes(result) if shape[1]][-1]  # behind the operands; what follows is scalar
+            yield Operation(HOST_START, times, 0, (moved,), "", copy=own)
+            continue
+        if (awaited := line[match.end() :].split(")")[0].removeprefix("%")) in copies and opcode.endswith("-done"):
+            yield Operation(HOST_DONE, times, 0, (), "", copy=awaited)
+            continue
         cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
         kernel = 'custom_call_target="tpu_custom_call"' in line
         kind = "kernel" if kernel else opcode.removesuffix("-start")
         if own.startswith("async-collective-start"):
             kind = HIDDEN
         if cycles or kernel or kind in COLLECTIVES:
-            shapes = SHAPE.findall(result)
+            shapes = _shapes(result)
             if kernel:
                 operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)
-                shapes += SHAPE.findall(operands[1]) if operands else []
+                shapes += _shapes(operands[1]) if operands else []
             path = re.search(r'op_name="([^"]*)"', line)
             yield Operation(
                 kind,
                 times,
                 int(cycles[1]) if cycles and not kernel else 0,
-                tuple((dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in shapes),
+                tuple(shapes),
                 path[1] if path else "",
                 opcode.endswith("-start"),
             )
+
+
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in SHAPE.findall(text)]
 
 
 def trips(condition: list[str]) -> int:
@@ -226,16 +250,23 @@ def link_seconds(op: Operation, chip: Chip, grid: tuple[int, ...], parts: int) -
 
 def seconds_of(text: str, topology: str, devices: int) -> tuple[float, float, float]:
     """Seconds of a compiled program's own operations, of its attention kernels and of its collectives."""
+    program, kernel, links = 0.0, 0.0, 0.0
+    for op in operations(text):
+        own, attention, exchange = operation_seconds(op, topology, devices)
+        program, kernel, links = program + op.times * own, kernel + op.times * attention, links + op.times * exchange
+    return program, kernel, links
+
+
+def operation_seconds(op: Operation, topology: str, devices: int) -> tuple[float, float, float]:
+    """Of one operation, once: seconds as the compiler estimates, of an attention kernel, and of a collective."""
     generation, _, shape = topology.partition(":")
-    chip, grid, ops = CHIPS[generation], tuple(map(int, shape.split("x"))), operations(text)
+    chip, grid = CHIPS[generation], tuple(map(int, shape.split("x")))
     kernel = 0.0
-    for op in ops:
-        if op.kind == "kernel":
-            heads, head_size, queries, keys = op.heads_head_size_queries_keys
-            kernel += op.times * heads * measured_cycles(GENERATIONS[generation].device_kind, head_size, queries, keys)
-    program = sum(op.times * op.cycles for op in ops)
-    links = sum(op.times * link_seconds(op, chip, grid, devices) for op in ops if op.kind in COLLECTIVES)
-    return program / chip.clock_hz, kernel / chip.clock_hz, links
+    if op.kind == "kernel":
+        heads, head_size, queries, keys = op.heads_head_size_queries_keys
+        kernel = heads * measured_cycles(GENERATIONS[generation].device_kind, head_size, queries, keys)
+    links = link_seconds(op, chip, grid, devices) if op.kind in COLLECTIVES else 0.0
+    return op.cycles / chip.clock_hz, kernel / chip.clock_hz, links
 
 
 def estimate(model: str, size: str, topology: str, mesh: str, published: str = "") -> dict[str, Any]:

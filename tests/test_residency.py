@@ -21,7 +21,9 @@ from vidax.engine.work import Job
 from vidax.errors import UserError
 from vidax.models.interface import Footprint
 from vidax.models.wan import dit, pipeline
-from vidax.nn import parameter_bytes
+from vidax.models.wan.config import TEXT_TOKENS
+from vidax.models.wan.programs import Places
+from vidax.nn import map_specs, parameter_bytes
 from vidax.weights import memory
 from vidax.weights import residency as residency_module
 from vidax.weights.residency import RESIDENT, STREAMED, Residency, Ring, host_bytes, parse
@@ -364,3 +366,29 @@ def test_much_waiting_is_a_warning(monkeypatch):
     monkeypatch.setattr(engine_module, "WAITING", -1)
     record = load(dtype="float32", residency="mixed:1/2").generate(PROMPT, steps=2, frames=5).metadata
     assert any("of denoising was waiting for layers from host memory (mixed:1/2)" in w for w in record["warnings"])
+
+
+@functools.cache
+def latents(streamed: bool, mesh: str, dtype: str) -> np.ndarray:
+    """What two steps of the whole-step program make of noise, with the layers on the device or in host memory."""
+    engine = load(dtype=dtype, mesh=mesh)
+    part = engine.model.transformer(jnp.dtype(dtype))
+    dit, _ = engine.load_transformer(part, {}, Quiet(), RESIDENT)
+    if streamed:
+        dit = jax.device_put(dit, map_specs(Places(engine.mesh).streamed, part.spec))
+        kinds = {x.sharding.memory_kind for x in (dit.blocks.self_attn.q.weight, dit.blocks.ffn.fc2.weight)}
+        assert kinds == {"pinned_host"}
+        assert dit.blocks.self_attn.q.bias.sharding.memory_kind == dit.head.head.weight.sharding.memory_kind == "device"
+    config = part.spec.config
+    request = engine.request(PROMPT, steps=2, frames=5)
+    numbers = np.random.default_rng(0)
+    noise = numbers.standard_normal(engine.model.latent_shape(64, 64, 5), np.float32)[None]
+    text = numbers.standard_normal((2, TEXT_TOKENS, config.text_dim), np.float32)
+    with jax.set_mesh(engine.mesh):
+        return np.array(engine.model.denoise(dit, request.sampler.table(), noise, text, 4.0, lambda _: None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", ["seq=1", "seq=4", "tensor=2"])
+def test_streaming_in_the_graph_same_bits(mesh, dtype):
+    assert np.array_equal(latents(True, mesh, dtype), latents(False, mesh, dtype))

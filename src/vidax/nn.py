@@ -21,6 +21,8 @@ from vidax.parallel.rules import STORAGE, Axis, constrain, sharding
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
+SMALL = 1 << 12  # bytes of a layer's parameter below which nothing is gained by keeping it in host memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -66,6 +68,11 @@ class Spec:
     @property
     def nbytes(self) -> int:
         return self.size * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def small(self) -> bool:
+        """Of a layer's parameter: whether it stays on the device where the layer waits in host memory."""
+        return len(self.shape) < 2 or self.nbytes < SMALL
 
 
 @dataclass_transform(frozen_default=True)
@@ -123,6 +130,20 @@ def placement(mesh: jax.sharding.Mesh) -> Callable[[Spec], jax.sharding.NamedSha
 def used(axis: Axis) -> Axis:
     """The axis by which a dimension is split where it is used: none if that is only for storage."""
     return None if axis in STORAGE else axis
+
+
+def on_device(specs, layer):
+    """In a traced program: one layer's weights in device memory, those that lie in host memory copied to it. `specs`
+    describes the layer, unstacked.
+    """
+
+    def bring(s: Spec, weight: jax.Array) -> jax.Array:
+        if jax.typeof(weight).memory_space != jax.memory.Space.Host:
+            return weight
+        # Without the constraint XLA gathers the layer on the host, and every device copies all of it.
+        return constrain(jax.device_put(weight, jax.memory.Space.Device), *s.axes)
+
+    return jax.tree.map(bring, specs, layer, is_leaf=is_spec)
 
 
 def gathered(specs, layer):

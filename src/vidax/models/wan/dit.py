@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, gathered, module, stack, standardize, static
+from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, gathered, module, on_device, stack, standardize, static
 from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import grid_table, rotate
 from vidax.parallel.rules import Axis, constrain, everywhere, parts
@@ -232,10 +232,13 @@ class DiT:
         return self.decode(self.head(tokens.x, tokens.time), grid)
 
     def __call__(self, latents: jax.Array, timesteps: jax.Array, context: jax.Array) -> jax.Array:
-        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`."""
+        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`. A
+        layer that lies in host memory is copied to the device for its turn.
+        """
         tokens = self.embed(latents, timesteps)
 
         def step(x: jax.Array, layer: Block) -> tuple[jax.Array, None]:
+            layer = on_device(Block.spec(self.config, None), layer)
             return self.block(layer, dataclasses.replace(tokens, x=x), context).x, None
 
         x, _ = jax.lax.scan(step, tokens.x, self.blocks)

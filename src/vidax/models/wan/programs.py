@@ -20,11 +20,12 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
 from vidax.models.wan.vae import Decoder, VAEConfig, strips
-from vidax.nn import abstract, placement
+from vidax.nn import Spec, abstract, placement
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
 from vidax.weights.memory import program_bytes, split_bytes
+from vidax.weights.residency import DEVICE, PINNED
 
 
 @jax.jit
@@ -111,13 +112,24 @@ def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -
     return everywhere(frames), cache
 
 
-def lower_step(config: DiTConfig, latents: tuple[int, ...], branches: int, past: int, mesh: Mesh, dtype=jnp.bfloat16):
-    """`denoise_step` for latents [1 F H W C] and a solver that keeps `past` predictions, all layers resident."""
+def lower_step(
+    config: DiTConfig,
+    latents: tuple[int, ...],
+    branches: int,
+    past: int,
+    mesh: Mesh,
+    dtype=jnp.bfloat16,
+    *,
+    streamed: bool = False,
+):
+    """`denoise_step` for latents [1 F H W C] and a solver that keeps `past` predictions, all layers resident or, with
+    `streamed`, in pinned host memory.
+    """
     place = Places(mesh)
     state = SolverState(place(latents), place(latents), (place(latents),) * past)
     context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
     scale = place(()) if branches == 2 else None
-    dit = abstract(DiT.spec(config, dtype), place.parameter)
+    dit = abstract(DiT.spec(config, dtype), place.streamed if streamed else place.parameter)
     with jax.set_mesh(mesh):
         return denoise_step.lower(dit, place.table(past), place((), jnp.int32), state, context, scale)
 
@@ -199,6 +211,11 @@ class Places:
     def __call__(self, shape: tuple[int, ...], dtype: Any = jnp.float32, *axes: Any) -> jax.ShapeDtypeStruct:
         place = sharding(self.mesh, axes, shape) if axes else NamedSharding(self.mesh, P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def streamed(self, spec: Spec) -> NamedSharding:
+        """Where a parameter lies if the layers wait in host memory."""
+        waits = spec.stacked and not spec.layer().small
+        return self.parameter(spec).with_memory_kind(PINNED if waits else DEVICE)
 
     def table(self, past: int) -> SolverTable:
         """Of any number of steps: the program takes a row of it."""
