@@ -369,26 +369,31 @@ def test_much_waiting_is_a_warning(monkeypatch):
 
 
 @functools.cache
-def latents(streamed: bool, mesh: str, dtype: str) -> np.ndarray:
-    """What two steps of the whole-step program make of noise, with the layers on the device or in host memory."""
+def latents(way: str, mesh: str, dtype: str) -> np.ndarray:
+    """What two steps make of noise: one program over a stack on the device or in host memory, or a ring of layers."""
     engine = load(dtype=dtype, mesh=mesh)
     part = engine.model.transformer(jnp.dtype(dtype))
-    dit, _ = engine.load_transformer(part, {}, Quiet(), RESIDENT)
-    if streamed:
-        dit = jax.device_put(dit, map_specs(Places(engine.mesh).streamed, part.spec))
-        kinds = {x.sharding.memory_kind for x in (dit.blocks.self_attn.q.weight, dit.blocks.ffn.fc2.weight)}
+    if way == "ring":
+        network = engine.load("transformer", part, [], {}, Silent(), STREAMED)
+    else:
+        network = engine.read("transformer", part, {}, Silent(), None, "device")
+    if way == "graph":
+        network = jax.device_put(network, map_specs(Places(engine.mesh).streamed, part.spec))
+        kinds = {x.sharding.memory_kind for x in (network.blocks.self_attn.q.weight, network.blocks.ffn.fc2.weight)}
         assert kinds == {"pinned_host"}
-        assert dit.blocks.self_attn.q.bias.sharding.memory_kind == dit.head.head.weight.sharding.memory_kind == "device"
+        small = network.blocks.self_attn.q.bias, network.head.head.weight
+        assert {x.sharding.memory_kind for x in small} == {"device"}
     config = part.spec.config
     request = engine.request(PROMPT, steps=2, frames=5)
     numbers = np.random.default_rng(0)
     noise = numbers.standard_normal(engine.model.latent_shape(64, 64, 5), np.float32)[None]
     text = numbers.standard_normal((2, TEXT_TOKENS, config.text_dim), np.float32)
     with jax.set_mesh(engine.mesh):
-        return np.array(engine.model.denoise(dit, request.sampler.table(), noise, text, 4.0, lambda _: None))
+        return np.array(engine.model.denoise(network, request.sampler.table(), noise, text, 4.0, lambda _: None))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", ["seq=1", "seq=4", "tensor=2"])
-def test_streaming_in_the_graph_same_bits(mesh, dtype):
-    assert np.array_equal(latents(True, mesh, dtype), latents(False, mesh, dtype))
+@pytest.mark.parametrize("way", ["graph", "ring"])
+def test_one_program_and_one_for_each_layer_give_the_same_bits(way, mesh, dtype):
+    assert np.array_equal(latents(way, mesh, dtype), latents("stack", mesh, dtype))
