@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from step_estimate import CHIPS, compile_step, mesh_of
 
 from vidax.models.wan.config import WAN21_14B
-from vidax.models.wan.programs import footprint
+from vidax.models.wan.programs import footprint, lower_layer
 from vidax.weights.memory import program_bytes
 from vidax.weights.residency import RESIDENT, STREAMED, Residency
 
@@ -44,7 +44,7 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
     width, height = map(int, size.split("x"))
     made = mesh_of(topology, mesh)
     latents = (1, (FRAMES - 1) // 4 + 1, height // 8, width // 8, WAN21_14B.in_channels)
-    needs = footprint(WAN21_14B, latents, 2, jnp.bfloat16, made, compiled=True)
+    needs = footprint(WAN21_14B, latents, 2, jnp.bfloat16, made, lower_layer(WAN21_14B, latents, 2, made).compile())
     limit = CHIPS[topology.partition(":")[0]].memory_bytes
     found = []
     for residency in (RESIDENT, Residency(1, 2), STREAMED):

@@ -379,7 +379,7 @@ def test_interrupt_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_waits_for_the_end_of_a_step(folder, tmp_path, monkeypatch, capfd, quiet, times):
     """Once: the text is still encoded. Twice: it is not."""
-    run, encoded = pipeline.encode, []
+    run, encoded = pipeline.encode_leave, []
 
     def interrupted(*inputs):
         for _ in range(times):
@@ -387,7 +387,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(folder, tmp_path, monkeypatch, capfd
         encoded.append(run(*inputs))
         return encoded[-1]
 
-    monkeypatch.setattr(pipeline, "encode", interrupted)
+    monkeypatch.setattr(pipeline, "encode_leave", interrupted)
     before = signal.getsignal(signal.SIGINT)
     words = ["generate", "cat", "--model", str(folder), *SMALL[:-1], *quiet, "--output", str(tmp_path / "x.mp4")]
     assert cli.main(words) == 130

@@ -264,11 +264,16 @@ def test_as_many_layers_as_fit():
     assert settling.fill(NEEDS, 1200).count(10) == 0
 
 
+def compiled_footprint(engine) -> Footprint:
+    shape = 64, 64, 5, 2, jnp.dtype("float32"), engine.mesh
+    return engine.model.footprint(*shape, engine.model.lower_layer(*shape).compile())
+
+
 def test_memory_limit_decides():
     """The demo takes some MB: what a limit leaves on the device is what its own footprint says."""
     engine = load(dtype="float32")
     request = engine.request(PROMPT, frames=5)
-    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=True)
+    needs = compiled_footprint(engine)
     for resident in (0, 3, 6):
         limit = needs.total(Residency(resident, 6)) if resident < 6 else needs.total(RESIDENT)
         limited = load(dtype="float32", memory_limit=(limit + 1) / 1e9)
@@ -283,7 +288,7 @@ def test_too_little_memory_is_a_sentence():
         UserError, match=r"streamed layers it takes .* GB of each device, and the memory limit is 0.001"
     ):
         engine.generate(PROMPT, steps=2, frames=5)
-    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=True)
+    needs = compiled_footprint(engine)
     between = load(dtype="float32", residency="resident", memory_limit=needs.total(STREAMED) / 1e9 + 1e-5)
     with pytest.raises(UserError, match=r"with resident layers it takes .* let --residency auto choose"):
         between.generate(PROMPT, steps=2, frames=5)
@@ -333,7 +338,7 @@ def test_the_record_says_what_was_moved():
 def test_footprint_is_what_the_device_holds():
     """Weights by shard shapes equal those that are loaded."""
     engine = load(dtype="float32", mesh="seq=2,tensor=2", residency="streamed")
-    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh, compiled=False)
+    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh)
     transformer = loaded(engine, STREAMED)
     layer = transformer.blocks.layers[0]
     first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layer))

@@ -325,20 +325,31 @@ class Engine:
 
     def settle(self, request: Request) -> Residency:
         """How many of the transformer's layers stay on the devices for a request, and where the others are."""
-        shape = request.width, request.height, request.frames, request.branches
-        needs = functools.partial(self.model.footprint, *shape)
+        shape = request.width, request.height, request.frames, request.branches, jnp.dtype(self.dtype), self.mesh
         work = f"{request.width}x{request.height}, {request.frames} frames"
-        return self._settle("transformer", work if request.guided else f"{work}, unguided", needs)
+        return self._settle(
+            "transformer",
+            work if request.guided else f"{work}, unguided",
+            functools.partial(self.model.footprint, *shape),
+            functools.partial(self.model.lower_layer, *shape),
+        )
 
     def settle_text(self) -> Residency:
         """The same of the text encoder."""
-        return self._settle("text_encoder", "the text encoder", self.model.text_footprint)
+        shape = jnp.dtype(self.dtype), self.mesh
+        return self._settle(
+            "text_encoder",
+            "the text encoder",
+            functools.partial(self.model.text_footprint, *shape),
+            functools.partial(self.model.lower_text_layer, *shape),
+        )
 
-    def _settle(self, part: str, work: str, footprint: Callable[..., Footprint]) -> Residency:
+    def _settle(self, part: str, work: str, footprint: Callable[..., Footprint], lower: Callable[[], Any]) -> Residency:
         if work not in self._residencies:
             stack = Stack(
                 work=work,
-                footprint=functools.partial(footprint, jnp.dtype(self.dtype), self.mesh),
+                footprint=footprint,
+                compile=lambda: lower().compile(),
                 converted=self.model.converted(part),
             )
             self._residencies[work] = settle(

@@ -6,7 +6,7 @@ import secrets
 from typing import Any, get_args
 
 from vidax.errors import UserError
-from vidax.models.interface import Model
+from vidax.models.interface import Architecture
 from vidax.models.registry import Card
 from vidax.sampling.noise import Kind
 from vidax.sampling.sampler import Sampler, from_diffusers_config
@@ -71,7 +71,7 @@ def solver_name(sampler: Sampler) -> str:
 
 def resolve(
     card: Card,
-    model: Model,
+    model: Architecture,
     prompt: str,
     *,
     negative_prompt: str | None = None,
@@ -173,7 +173,9 @@ def check_frames(frames: int, multiple: int) -> None:
         raise UserError(f"{frames} frames: this model takes {multiple}k+1; {near}")
 
 
-def make_sampler(card: Card, model: Model, pick, steps: int | None, shift: float | None, solver: str | None) -> Sampler:
+def make_sampler(
+    card: Card, model: Architecture, pick, steps: int | None, shift: float | None, solver: str | None
+) -> Sampler:
     """The sampler of the folder's scheduler, or of the card where there is none, with what the request changes about
     it. Another solver keeps the sigma grid and the shift.
     """

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -37,12 +38,14 @@ class Stack:
     """A network of many layers, and the work it is wanted for.
 
     work: how a message names it, as in "1280x720, 81 frames".
-    footprint: what it takes; with `compiled` a layer is compiled for it, and else activations are left out.
+    footprint: what it takes; without the compiled program of a layer, activations are left out.
+    compile: compiles a layer.
     converted: whether its checkpoint is in the form from which layers can be read one by one.
     """
 
     work: str
-    footprint: Callable[..., Footprint]
+    footprint: Callable[[Any], Footprint]
+    compile: Callable[[], Any]
     converted: bool
 
 
@@ -54,13 +57,13 @@ def settle(
 
     Raises UserError where device or host memory does not suffice, with the numbers and what would help.
     """
-    rough = stack.footprint(compiled=False)
+    rough = stack.footprint(None)
     if have.budget is None:
         return with_source(wish or RESIDENT, stack, rough, source, mesh, available)
     weights = rough.fixed + rough.layers * rough.layer
     if wish in (None, RESIDENT) and 2 * (weights + ROUGH_STREAMS * rough.stream) <= have.budget:
         return RESIDENT
-    needs = stack.footprint(compiled=True)
+    needs = stack.footprint(stack.compile())
     if wish is None:
         wish = fill(needs, have.budget)
     if (total := needs.total(wish)) > have.budget:

@@ -62,24 +62,12 @@ class Text(NamedTuple):
     truncated: bool
 
 
-class Model(Protocol):
-    """A model on disk: configs read and checked, weights not. Its phases take weights that the engine has loaded."""
-
-    @property
-    def pipeline(self) -> str:
-        """The class of the pipeline in a `model_index.json` of this family."""
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Where each part is."""
+class Architecture(Protocol):
+    """What a model is without its weights: all that requests are checked with, and plans are made of."""
 
     @property
     def dit(self) -> Any:
         """The transformer's config."""
-
-    @property
-    def tokenizer(self) -> Path:
-        """A tokenizer's file, or the text encoder's file that has it inside."""
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
@@ -99,19 +87,53 @@ class Model(Protocol):
     def attention_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(L, N, K) of the transformer's self-attention."""
 
+    def specs(self, dtype) -> dict[str, Any]:
+        """What the phases load: text_encoder, transformer and decoder, described."""
+
+    def footprint(
+        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any, program: Any = None
+    ) -> Footprint:
+        """What denoising takes; without the compiled `program` of a layer (`lower_layer`) activations are left out."""
+
+    def text_footprint(self, dtype, mesh: Any, program: Any = None) -> Footprint:
+        """What encoding a text takes; `program` is that of `lower_text_layer`."""
+
+    def lower_text(self, dtype, mesh: Any) -> Any:
+        """The program that encodes a text, lowered for the devices of a mesh, which need not be here."""
+
+    def lower_text_layer(self, dtype, mesh: Any) -> Any:
+        """That of one of the encoder's layers, where some are streamed."""
+
+    def lower_step(self, width: int, height: int, frames: int, branches: int, past: int, dtype, mesh: Any) -> Any:
+        """That of a denoising step with all layers resident, for a solver that keeps `past` predictions."""
+
+    def lower_layer(self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any) -> Any:
+        """That of one of its layers, where some are streamed."""
+
+    def lower_decode(self, width: int, height: int, mesh: Any) -> Any:
+        """That which decodes a latent frame after the first."""
+
+
+class Model(Architecture, Protocol):
+    """A model on disk: configs read and checked, weights not. Its phases take weights that the engine has loaded."""
+
+    @property
+    def pipeline(self) -> str:
+        """The class of the pipeline in a `model_index.json` of this family."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Where each part is."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """A tokenizer's file, or the text encoder's file that has it inside."""
+
     def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
         """Every component whole, with its config and the layout that it is in, for `check` and `convert`."""
 
     def converted(self, part: str) -> bool:
         """Whether a part of `PARTS` is in the form that `vidax convert` writes."""
-
-    def footprint(
-        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any, *, compiled: bool
-    ) -> Footprint:
-        """What denoising takes; `compiled` compiles a layer for it, and else activations are left out."""
-
-    def text_footprint(self, dtype, mesh: Any, *, compiled: bool) -> Footprint:
-        """What encoding a text takes."""
 
     def text_encoder(self, dtype) -> Part: ...
 

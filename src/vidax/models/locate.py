@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vidax.errors import UserError, did_you_mean
-from vidax.models.interface import PARTS, Model, Sources
+from vidax.models.interface import PARTS, Architecture, Model, Sources
 from vidax.models.registry import CARDS, Card, card_for
 from vidax.models.towers.tokenizer import find_tokenizer, nearest_tokenizer
+from vidax.models.wan.architecture import WanArchitecture
+from vidax.models.wan.config import UMT5_XXL, WAN21_VAE
 from vidax.models.wan.layouts import DIFFUSERS_FILES, OFFICIAL_FILES, WAN21
 from vidax.models.wan.pipeline import WanModel
 from vidax.weights import Folder, open_checkpoint
@@ -27,6 +29,11 @@ class Family(NamedTuple):
 
 # By the class of the pipeline in model_index.json. Other folders are known by their tensors.
 FAMILIES = {"WanPipeline": Family(WanModel.open, WAN21)}
+
+# By a card's family: its model when nothing of it is on disk.
+ARCHITECTURES: dict[str, Callable[[Card], Architecture]] = {
+    "wan": lambda card: WanArchitecture(dit=card.dit, vae=WAN21_VAE, text=UMT5_XXL)
+}
 
 Given = dict[str, Path]
 
@@ -58,6 +65,14 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
         f"{name!r} is neither a model's name nor a folder, nor OWNER/NAME of a Hugging Face repository; "
         f"{hint}known models: {', '.join(CARDS)}"
     )
+
+
+def describe(model: str | os.PathLike | None) -> tuple[Card, Architecture]:
+    """A card and its model's architecture; no file of it is needed. What is no card's name is opened as in `locate`."""
+    card = None if model is None or Path(model).exists() else CARDS.get(str(model))
+    if card is None or card.embedded is not None:
+        return locate(model, {})
+    return card, ARCHITECTURES[card.family](card)
 
 
 def open_card(card: Card, given: Given) -> tuple[Card, Model]:

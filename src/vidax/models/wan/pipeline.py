@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from vidax.errors import UserError
-from vidax.models.interface import Footprint, Part, Sources, Text
-from vidax.models.towers.t5 import T5Config, T5Encoder
+from vidax.models.interface import Part, Sources, Text
+from vidax.models.towers.t5 import T5Encoder
 from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.models.wan import mapping
+from vidax.models.wan.architecture import WanArchitecture
 from vidax.models.wan.config import PUBLISHED, TEXT_TOKENS, UMT5_XXL, WAN21_VAE
-from vidax.models.wan.dit import DiT, DiTConfig
+from vidax.models.wan.dit import DiT
 from vidax.models.wan.layouts import WAN21
 from vidax.models.wan.programs import (
     decode_chunk,
@@ -28,14 +28,12 @@ from vidax.models.wan.programs import (
     encode_leave,
     encode_through,
     enter,
-    footprint,
     leave,
     prepare,
     start,
-    text_footprint,
     through,
 )
-from vidax.models.wan.vae import VAE, Decoder, VAEConfig
+from vidax.models.wan.vae import VAE
 from vidax.parallel.rules import whole
 from vidax.sampling.solvers import SolverTable
 from vidax.weights import Component
@@ -44,12 +42,11 @@ from vidax.weights.residency import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WanModel:
+class WanModel(WanArchitecture):
     """Wan text-to-video on disk, in any layout; see `vidax.models.interface.Model` for its methods."""
 
     parts: dict[str, Component]
     tokenizer: Path
-    scheduler: dict[str, Any] | None
 
     @staticmethod
     def open(sources: Sources) -> "WanModel":
@@ -65,7 +62,14 @@ class WanModel:
                 f"{encoder.parent}: holds no {' or '.join(NAMES)} for the text encoder, nor does a folder tokenizer/ "
                 "or google/umt5-xxl/ near it; give one with --tokenizer"
             )
-        model = WanModel(parts=parts, tokenizer=tokenizer, scheduler=sources.scheduler)
+        model = WanModel(
+            parts=parts,
+            tokenizer=tokenizer,
+            scheduler=sources.scheduler,
+            dit=parts["transformer"].config,
+            vae=parts["vae"].config,
+            text=parts["text_encoder"].config,
+        )
         check_parts(model)
         return model
 
@@ -77,41 +81,8 @@ class WanModel:
     def files(self) -> dict[str, str]:
         return {name: str(part.path) for name, part in self.parts.items()} | {"tokenizer": str(self.tokenizer)}
 
-    @property
-    def dit(self) -> DiTConfig:
-        return self.parts["transformer"].config
-
-    @property
-    def vae(self) -> VAEConfig:
-        return self.parts["vae"].config
-
-    @property
-    def text(self) -> T5Config:
-        return self.parts["text_encoder"].config
-
-    @property
-    def size_multiple(self) -> int:
-        return self.vae.space_factor * self.dit.patch[1]
-
-    @property
-    def frame_multiple(self) -> int:
-        return self.vae.time_factor * self.dit.patch[0]
-
-    def latent_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int, int]:
-        space = self.vae.space_factor
-        return (frames - 1) // self.vae.time_factor + 1, height // space, width // space, self.vae.latent_channels
-
-    def attention_shape(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        f, h, w, _ = self.latent_shape(width, height, frames)
-        pt, ph, pw = self.dit.patch
-        return (f // pt) * (h // ph) * (w // pw), self.dit.heads, self.dit.head_size
-
     def components(self, dtype) -> dict[str, tuple[Part, Any, str]]:
-        specs = {
-            "transformer": DiT.spec(self.dit, dtype),
-            "vae": VAE.spec(self.vae),
-            "text_encoder": T5Encoder.spec(self.text, dtype),
-        }
+        specs = self.specs(dtype) | {"vae": VAE.spec(self.vae)}
         return {
             name: (Part(specs[name], part.checkpoint(), part.names), part.config, part.layout)
             for name, part in self.parts.items()
@@ -120,28 +91,19 @@ class WanModel:
     def converted(self, part: str) -> bool:
         return self.parts[part].names.held
 
-    def footprint(
-        self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, *, compiled: bool
-    ) -> Footprint:
-        latents = (1, *self.latent_shape(width, height, frames))
-        return footprint(self.dit, latents, branches, dtype, mesh, compiled=compiled)
-
-    def text_footprint(self, dtype, mesh: Mesh, *, compiled: bool) -> Footprint:
-        return text_footprint(self.text, dtype, mesh, compiled=compiled)
-
     def text_encoder(self, dtype) -> Part:
         part = self.parts["text_encoder"]
-        return Part(T5Encoder.spec(self.text, dtype), part.checkpoint(), part.names)
+        return Part(self.specs(dtype)["text_encoder"], part.checkpoint(), part.names)
 
     def transformer(self, dtype) -> Part:
         part = self.parts["transformer"]
-        return Part(DiT.spec(self.dit, dtype), part.checkpoint(), part.names)
+        return Part(self.specs(dtype)["transformer"], part.checkpoint(), part.names)
 
     def decoder(self) -> Part:
         """The autoencoder without its encoder, always float32."""
         part = self.parts["vae"]
         half = dataclasses.replace(part.names, skips=mapping.VAE_ENCODER[part.layout])
-        return Part(VAE(encoder=None, decoder=Decoder.spec(self.vae)), part.checkpoint(), half)
+        return Part(self.specs(None)["decoder"], part.checkpoint(), half)
 
     def encode_text(self, encoder: T5Encoder, prompts: list[str]) -> Iterator[Text]:
         tokens = Tokenizer.load(self.tokenizer).encode(prompts, TEXT_TOKENS)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from vidax.models.interface import Footprint
 from vidax.models.towers.t5 import Block as T5Block
@@ -112,6 +113,14 @@ def decode_chunk(decoder: Decoder, latents: jax.Array, cache: Any, dtype: str) -
     return everywhere(frames), cache
 
 
+def lower_text(config: T5Config, dtype, mesh: Mesh):
+    """`encode` for one text, all layers resident."""
+    place = Places(mesh)
+    encoder = abstract(dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None), place.parameter)
+    with jax.set_mesh(mesh):
+        return encode.lower(encoder, place((1,), jnp.int32), place((1, TEXT_TOKENS, config.dim)))
+
+
 def lower_step(
     config: DiTConfig,
     latents: tuple[int, ...],
@@ -165,10 +174,20 @@ def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
         return decode_chunk.lower(decoder, latents, cache, "uint8")
 
 
+def lower_text_layer(config: T5Config, dtype, mesh: Mesh):
+    """`encode_through` for one text."""
+    place = Places(mesh)
+    ends = dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None)
+    parameters = (abstract(specs, place.parameter) for specs in (ends, T5Block.spec(config, dtype)))
+    with jax.set_mesh(mesh):
+        ends, layer = parameters
+        return encode_through.lower(ends, place((1,), jnp.int32), layer, place((1, TEXT_TOKENS, config.dim)))
+
+
 def footprint(
-    config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, *, compiled: bool
+    config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, program: Compiled | None
 ) -> Footprint:
-    """What denoising latents [1 F H W C] takes; `compiled` compiles a layer, and else its activations are left out."""
+    """What denoising latents [1 F H W C] takes; without the compiled `program` of a layer, activations are left out."""
     place = placement(mesh)
     layer = split_bytes(Block.spec(config, dtype), place)
     ends = split_bytes(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place)
@@ -176,30 +195,17 @@ def footprint(
     kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * config.dim
     tokens = math.prod(latents[1:4]) // math.prod(config.patch)
     stream = 4 * branches * tokens * config.dim // (mesh.shape["seq"] * mesh.shape["data"])
-    program = 0
-    if compiled:
-        program = program_bytes(lower_layer(config, latents, branches, mesh, dtype).compile()) - layer
-    return Footprint(fixed=ends + kept + program, stream=stream, layer=layer, layers=config.layers)
+    used = 0 if program is None else program_bytes(program) - layer
+    return Footprint(fixed=ends + kept + used, stream=stream, layer=layer, layers=config.layers)
 
 
-def text_footprint(config: T5Config, dtype, mesh: Mesh, *, compiled: bool) -> Footprint:
-    """What encoding a text takes; `compiled` compiles a layer, and else its activations are left out."""
-    place = Places(mesh)
-    ends = dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None)
-    block = T5Block.spec(config, dtype)
-    layer, program = split_bytes(block, place.parameter), 0
-    tokens = (1, TEXT_TOKENS, config.dim)
-    if compiled:
-        ends_, layer_ = abstract(ends, place.parameter), abstract(block, place.parameter)
-        with jax.set_mesh(mesh):
-            lowered = encode_through.lower(ends_, place((1,), jnp.int32), layer_, place(tokens))
-        program = program_bytes(lowered.compile()) - layer
-    return Footprint(
-        fixed=split_bytes(ends, place.parameter) + program,
-        stream=4 * math.prod(tokens),
-        layer=layer,
-        layers=config.layers,
-    )
+def text_footprint(config: T5Config, dtype, mesh: Mesh, program: Compiled | None) -> Footprint:
+    """What encoding a text takes, in the same way."""
+    place = placement(mesh)
+    layer = split_bytes(T5Block.spec(config, dtype), place)
+    ends = split_bytes(dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None), place)
+    used = 0 if program is None else program_bytes(program) - layer
+    return Footprint(fixed=ends + used, stream=4 * TEXT_TOKENS * config.dim, layer=layer, layers=config.layers)
 
 
 class Places:
