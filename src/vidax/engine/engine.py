@@ -256,13 +256,9 @@ class Engine:
     ) -> Any:
         """A part's weights on the mesh, with as many layers on the devices as the residency says; the others are in a
         `Ring`. Nothing here keeps them: they are gone when the caller lets go.
-
-        Layers of bfloat16 are apart on CPUs in any case: in a loop over a stack of them XLA makes all of it float32 at
-        each step, which takes three times the memory and more than twice the time.
         """
         read = functools.partial(self.read, name, part, timings, progress)
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        if residency == RESIDENT and not (on_cpu and self.dtype == "bfloat16" and hasattr(part.spec, "blocks")):
+        if residency == RESIDENT and not (hasattr(part.spec, "blocks") and apart(self.mesh, self.dtype)):
             return read(None, DEVICE)
         try:
             loaded = read(residency, PINNED)
@@ -419,6 +415,13 @@ def load(
         memory_limit=memory_limit,
         stream_from=stream_from,
     )
+
+
+def apart(mesh: Mesh, dtype: Any) -> bool:
+    """Whether layers run one by one even where all are resident. On CPUs those of bfloat16 do: in a loop over a stack
+    of them XLA makes all of it float32 at each step, which takes three times the memory and more than twice the time.
+    """
+    return mesh.devices.flat[0].platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def release(network: Any) -> None:

@@ -49,32 +49,39 @@ class Stack:
     converted: bool
 
 
+def decide(stack: Stack, wish: Residency | None, budget: int | None) -> tuple[Residency, Footprint, bool]:
+    """The wish, or for None the most layers that a budget of each device allows; what the stack takes, and whether
+    that has its activations. A layer is compiled only where it is not clear without it.
+    """
+    rough = stack.footprint(None)
+    weights = rough.fixed + rough.layers * rough.layer
+    clear = budget is None or 2 * (weights + ROUGH_STREAMS * rough.stream) <= budget
+    if clear and wish in (None, RESIDENT):
+        return RESIDENT, rough, False
+    if budget is None:
+        return wish or RESIDENT, rough, False
+    needs = stack.footprint(stack.compile())
+    return wish or fill(needs, budget), needs, True
+
+
 def settle(
     stack: Stack, wish: Residency | None, source: str, mesh: jax.sharding.Mesh, have: Memory, available: int | None
 ) -> Residency:
-    """The residency of a stack: the wish, or for None the most layers that the budget allows; streamed layers come
-    from host memory where `available` bytes of it hold them, unless `source` says where from.
+    """The residency of a stack as `decide` says; streamed layers come from host memory where `available` bytes of it
+    hold them, unless `source` says where from.
 
     Raises UserError where device or host memory does not suffice, with the numbers and what would help.
     """
-    rough = stack.footprint(None)
-    if have.budget is None:
-        return with_source(wish or RESIDENT, stack, rough, source, mesh, available)
-    weights = rough.fixed + rough.layers * rough.layer
-    if wish in (None, RESIDENT) and 2 * (weights + ROUGH_STREAMS * rough.stream) <= have.budget:
-        return RESIDENT
-    needs = stack.footprint(stack.compile())
-    if wish is None:
-        wish = fill(needs, have.budget)
-    if (total := needs.total(wish)) > have.budget:
+    chosen, needs, compiled = decide(stack, wish, have.budget)
+    if compiled and have.budget is not None and (total := needs.total(chosen)) > have.budget:
         least = needs.total(STREAMED)
         way = "use more devices in seq, a smaller size or fewer frames"
         raise UserError(
-            f"{stack.work}: with {wish} layers it takes {gb(total)} of each device, and {have.origin} is "
+            f"{stack.work}: with {chosen} layers it takes {gb(total)} of each device, and {have.origin} is "
             f"{gb(have.budget)}; "
             + ("let --residency auto choose" if least <= have.budget else f"{way}: streamed, it takes {gb(least)}")
         )
-    return with_source(wish, stack, needs, source, mesh, available)
+    return with_source(chosen, stack, needs, source, mesh, available)
 
 
 def fill(needs: Footprint, budget: int) -> Residency:

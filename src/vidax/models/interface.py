@@ -90,6 +90,11 @@ class Architecture(Protocol):
     def specs(self, dtype) -> dict[str, Any]:
         """What the phases load: text_encoder, transformer and decoder, described."""
 
+    def flops(self, width: int, height: int, frames: int, branches: int, dtype) -> dict[str, dict[str, float]]:
+        """Of each program once, by the dtype of the operands: `text` for one text, `step`, `decode` for a latent frame
+        after the first.
+        """
+
     def footprint(
         self, width: int, height: int, frames: int, branches: int, dtype, mesh: Any, program: Any = None
     ) -> Footprint:

@@ -3,11 +3,14 @@
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from vidax.models.interface import Footprint
 from vidax.models.towers.t5 import T5Config, T5Encoder
+from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.programs import (
     footprint,
@@ -19,6 +22,8 @@ from vidax.models.wan.programs import (
     text_footprint,
 )
 from vidax.models.wan.vae import VAE, Decoder, VAEConfig
+from vidax.nn import abstract
+from vidax.ops.flops import flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,23 @@ class WanArchitecture:
         f, h, w, _ = self.latent_shape(width, height, frames)
         pt, ph, pw = self.dit.patch
         return (f // pt) * (h // ph) * (w // pw), self.dit.heads, self.dit.head_size
+
+    def flops(self, width: int, height: int, frames: int, branches: int, dtype) -> dict[str, dict[str, float]]:
+        specs = {name: abstract(spec) for name, spec in self.specs(dtype).items()}
+        _, h, w, c = latents = self.latent_shape(width, height, frames)
+        frame = jax.ShapeDtypeStruct((1, 1, h, w, c), jnp.float32)
+        decoder = specs["decoder"].decoder
+        _, cache = jax.eval_shape(lambda model, z: model(z, None), decoder, frame)
+        tokens = jax.ShapeDtypeStruct((1, TEXT_TOKENS, self.text.dim), jnp.float32)
+        noise, times = (jax.ShapeDtypeStruct((branches, *shape), jnp.float32) for shape in (latents, ()))
+        context = jax.ShapeDtypeStruct((branches, TEXT_TOKENS, self.dit.dim), dtype)
+        return {
+            "text": flops(
+                lambda model, x, n: model.encode(x, n), specs["text_encoder"], tokens, jax.ShapeDtypeStruct((1,), int)
+            ),
+            "step": flops(lambda model, *inputs: model(*inputs), specs["transformer"], noise, times, context),
+            "decode": flops(lambda model, *inputs: model(*inputs), decoder, frame, cache),
+        }
 
     def footprint(
         self, width: int, height: int, frames: int, branches: int, dtype, mesh: Mesh, program: Compiled | None = None
