@@ -71,8 +71,10 @@ class Spec:
 
     @property
     def small(self) -> bool:
-        """Of a layer's parameter: whether it stays on the device where the layer waits in host memory."""
-        return len(self.shape) < 2 or self.nbytes < SMALL
+        """Of a layer's parameter: whether it stays on the device where the layer waits in host memory. So do biases,
+        norms and what no mesh splits, as modulation tables.
+        """
+        return not any(self.axes) or len(self.shape) < 2 or self.nbytes < SMALL
 
 
 @dataclass_transform(frozen_default=True)

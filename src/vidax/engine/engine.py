@@ -38,7 +38,6 @@ from vidax.weights.residency import DEVICE, PINNED, RESIDENT, UNPINNED, Residenc
 from vidax.weights.residency import parse as parse_residency
 
 WAITING = 0.1  # of the denoising time, above which a user should know
-SMALL = 1 << 12  # bytes of a layer's parameter that streaming would gain nothing on
 DTYPES = ("bfloat16", "float32")
 
 T = TypeVar("T")
@@ -283,8 +282,7 @@ class Engine:
         place = placement(self.mesh)
 
         def streamed(spec: Spec, layer: int) -> bool:
-            small = len(spec.shape) < 2 or spec.nbytes < SMALL
-            return residency is not None and not small and not residency.holds(layer)
+            return residency is not None and not spec.small and not residency.holds(layer)
 
         def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
             return place(spec).with_memory_kind(host if streamed(spec, layer) else DEVICE)
