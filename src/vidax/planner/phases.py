@@ -1,62 +1,70 @@
-"""What each phase of a video takes of each device: bytes, seconds, and who says so.
+"""What each phase of a video takes of each device: bytes, seconds, and how that is known.
 
-Every figure is one of
-
-    compiled   memory of the program that `generate` runs, from its executable; seconds are then `scheduled`: the
-               compiler's cycles for each operation and the counted cycles of attention, with modelled links
+    compiled   memory is that of the program that `generate` runs; seconds are read from its schedule (`schedule.py`)
     table      the same, compiled beforehand (`programs.json`)
     modelled   arithmetic: a row of the table scaled by the pixels of a device, or operations over the peak of a chip
 
-Loading weights and writing files are not part of it, nor the host's own time between programs.
+Left out are loading weights, writing files and the host's own time between programs.
 """
 
 import dataclasses
 import functools
-import importlib.metadata
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from vidax.engine.engine import apart
 from vidax.engine.request import Request
+from vidax.engine.residency import ROUGH_STREAMS, Stack, decide, fill
 from vidax.models.interface import Architecture, Footprint
 from vidax.nn import named_leaves, placement
-from vidax.planner.chips import Chip, Topology
+from vidax.planner.chips import Chip, Topology, chips
 from vidax.planner.schedule import operation_seconds, operations
 from vidax.weights.memory import program_bytes, split_bytes
 from vidax.weights.residency import RESIDENT, Residency
 
-SHARE_OF_PEAK = 0.55  # of the matrix units, where nothing else is known; about what compiled steps of 14B reach
-PASSES = {"bfloat16": 1, "float32": 6}  # of the matrix units, at the highest precision
+SHARE_OF_PEAK = 0.55  # of the matrix units where nothing else is known: about what compiled steps of 14B reach
+PASSES = {"bfloat16": 1, "float32": 6}  # through the matrix units, at the highest precision
+LIMITS = ("matrix units", "memory", "links", "host link")
 
 Seconds = dict[str, float]  # by what they are spent on, as in LIMITS
-LIMITS = ("matrix units", "memory", "links", "host link")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """A compiled program, or what is known of it: device bytes at its peak, seconds of one run where they are known."""
+class Target:
+    """What a plan is made for: devices that are here or described.
 
-    device_bytes: int
-    seconds: Seconds | None
-    compile_seconds: float | None
-    how: str
+    topology: of a TPU slice whose chip is known; without it no seconds are given.
+    budget: bytes of each device that may be used, None where nothing bounds them.
+    compiles: whether a compiler for these devices is at hand.
+    """
+
+    mesh: Mesh
+    topology: Topology | None
+    budget: int | None
+    compiles: bool
+
+    @property
+    def chip(self) -> Chip | None:
+        return self.topology.chip if self.topology else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
     """A phase of a video.
 
-    device_bytes: at most, of each device; weights_bytes: of that, what is there when it begins. host_bytes: of each
-    host, for layers that wait there. runs: of its program. seconds: of all runs, None where the chip is not known.
+    device_bytes: of each device at its peak; weights_bytes: of that, what is there when it begins.
+    host_bytes: of layers that wait in the memory of a host. runs: of its program, and seconds those of all runs.
     """
 
     name: str
+    residency: Residency
     device_bytes: int
     weights_bytes: int
     host_bytes: int
@@ -71,92 +79,234 @@ class Phase:
 
     @property
     def bound(self) -> str | None:
-        """What most of its time is spent on."""
-        return max(self.seconds, key=lambda limit: self.seconds[limit]) if self.seconds else None
+        """What most of the time is spent on."""
+        return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a plan is made for: a mesh of devices that are here or described, and their chip if it is known.
+class Program:
+    """What is known of a program: bytes of each device at its peak, and seconds of one run."""
 
-    compiles: whether programs can be compiled for them.
-    """
-
-    mesh: Mesh
-    topology: Topology | None
-    compiles: bool
-
-    @property
-    def chip(self) -> Chip | None:
-        return self.topology.chip if self.topology else None
+    device_bytes: int
+    seconds: Seconds | None
+    compile_seconds: float | None
+    how: str
+    text: str = ""
 
 
-def compile_here(lowered: Callable[[], Any], place: Place) -> tuple[Program, Any]:
-    """A program compiled now, and the executable."""
+def compiled(lower: Callable[[], Any], target: Target) -> tuple[Program, Any]:
+    """A program compiled now, and its executable."""
     start = time.perf_counter()
-    compiled = lowered().compile()
+    executable = lower().compile()
     spent = time.perf_counter() - start
-    seconds = scheduled(compiled.as_text(), place)
+    seconds = scheduled(executable.as_text(), target) if target.topology else None
     return Program(
-        device_bytes=program_bytes(compiled), seconds=seconds, compile_seconds=spent, how="compiled"
-    ), compiled
+        device_bytes=program_bytes(executable), seconds=seconds, compile_seconds=round(spent, 1), how="compiled"
+    ), executable
 
 
-def scheduled(text: str, place: Place) -> Seconds | None:
-    """Seconds of a compiled program's text."""
-    if place.topology is None:
-        return None
+def scheduled(text: str, target: Target) -> Seconds:
+    """Seconds of a compiled program, from its text."""
+    assert target.topology is not None
     found = dict.fromkeys(LIMITS, 0.0)
     for op in operations(text):
-        once = operation_seconds(op, place.topology, place.mesh.size)
+        once = operation_seconds(op, target.topology, target.mesh.size)
         product = any(name in op.path for name in ("dot_general", "conv_general_dilated"))
-        found["matrix units" if product else "memory"] += op.times * (once.program + once.unestimated)
+        found["matrix units" if product else "memory"] += op.times * (once.program + once.moves)
         found["matrix units"] += op.times * once.attention
         found["links"] += op.times * once.links
     return found
 
 
-def modelled(flops: Mapping[str, float], place: Place) -> Seconds | None:
-    """Seconds of a program from its operations alone."""
-    if place.chip is None:
+def by_operations(flops: Mapping[str, float], target: Target) -> Seconds | None:
+    """Seconds of a program of which only the number of operations is known."""
+    if target.chip is None:
         return None
     passes = sum(count * PASSES[dtype] for dtype, count in flops.items())
-    return {"matrix units": passes / (SHARE_OF_PEAK * place.chip.flops * place.mesh.size)}
+    return {"matrix units": passes / (SHARE_OF_PEAK * target.chip.flops * target.mesh.size)}
+
+
+def times(seconds: Seconds | None, count: float) -> Seconds | None:
+    return None if seconds is None else {limit: count * value for limit, value in seconds.items()}
 
 
 def denoise(
-    model: Architecture, request: Request, residency: Residency, dtype, place: Place, layer: Any | None
+    model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target, past: int
 ) -> Phase:
-    """The denoising steps. layer: a layer's executable, where one has been compiled already."""
+    """The steps. wish: the residency, None for as many layers as fit. past: predictions that the solver keeps."""
     shape = request.width, request.height, request.frames, request.branches
-    lower_layer = functools.partial(model.lower_layer, *shape, dtype, place.mesh)
-    steps, past = request.sampler.steps, kept_predictions(request)
-    rough = model.footprint(*shape, dtype, place.mesh)
-    weights, spec = 0, model.specs(dtype)["transformer"]
-    if not place.compiles:
+    place = (*shape, dtype, target.mesh)
+    layers: list[tuple[Program, Any]] = []  # the program of one, where it has been compiled
+
+    def compile_layer() -> Any:
+        layers.append(compiled(functools.partial(model.lower_layer, *place), target))
+        return layers[0][1]
+
+    footprint = functools.partial(model.footprint, *place)
+    stack = Stack(work="", footprint=footprint, compile=compile_layer, converted=False)
+    if target.compiles:
+        residency, needs, _ = decide(stack, wish, target.budget)
+    else:
+        needs = with_activations(footprint())
+        residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
+    if not target.compiles:
+        seconds = by_operations(model.flops(*shape, dtype)["step"], target)
+        program = Program(device_bytes=needs.total(residency), seconds=seconds, compile_seconds=None, how="modelled")
+    elif residency == RESIDENT and not apart(target.mesh, dtype):
+        step = functools.partial(model.lower_step, *shape, past, dtype, target.mesh)
+        program, _ = compiled(step, target)
+    else:
+        layer, executable = layers[0] if layers else compiled(functools.partial(model.lower_layer, *place), target)
+        needs = footprint(executable)
+        program = dataclasses.replace(
+            layer, device_bytes=needs.total(residency), seconds=times(layer.seconds, needs.layers)
+        )
+    streamed = needs.layers - residency.count(needs.layers)
+    weights = device_weights(model.specs(dtype)["transformer"], target.mesh) - streamed * needs.layer
+    step_seconds = program.seconds
+    if step_seconds is not None and streamed:
+        step_seconds = step_seconds | {"host link": exposed(sum(step_seconds.values()), needs, streamed, target)}
+    return Phase(
+        name="denoise",
+        residency=residency,
+        device_bytes=program.device_bytes,
+        weights_bytes=weights,
+        host_bytes=streamed * needs.layer * len(target.mesh.devices.flat),
+        runs=request.sampler.steps,
+        seconds=times(step_seconds, request.sampler.steps),
+        compile_seconds=program.compile_seconds,
+        how=program.how,
+    )
+
+
+def exposed(step_seconds: float, needs: Footprint, streamed: int, target: Target) -> float:
+    """Seconds of a step that copies from host memory take beyond what hides them: each has the computation of the
+    layers between it and the streamed one before.
+    """
+    assert target.chip is not None
+    copy = needs.layer / target.chip.host_link_bytes_per_second
+    return max(0.0, streamed * copy - step_seconds)
+
+
+def with_activations(rough: Footprint) -> Footprint:
+    """A footprint without a compiled layer, with activations by a rule of thumb."""
+    return dataclasses.replace(rough, fixed=rough.fixed + ROUGH_STREAMS * rough.stream)
+
+
+def device_weights(specs: Any, mesh: Mesh) -> int:
+    """Bytes of a part's parameters on each device: all but embedding tables, which stay in their files."""
+    kept = [spec for _, spec in named_leaves(specs) if "vocabulary" not in spec.axes]
+    return split_bytes(kept, placement(mesh))
+
+
+def encode_text(
+    model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target, full: bool
+) -> Phase:
+    """The texts of a request, one after the other."""
+    rough = model.text_footprint(dtype, target.mesh)
+    needs = with_activations(rough)
+    residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
+    streamed = needs.layers - residency.count(needs.layers)
+    weights = device_weights(model.specs(dtype)["text_encoder"], target.mesh)
+    key = Key("text", digest(model.specs(dtype)["text_encoder"]), 512, target)
+    program = None if full else known(key, weights)
+    if program is None and target.compiles and not apart(target.mesh, dtype) and not streamed:
+        program, _ = compiled(functools.partial(model.lower_text, dtype, target.mesh), target)
+    if program is None or streamed:
+        flops = model.flops(request.width, request.height, 1, 1, dtype)["text"]
         program = Program(
-            device_bytes=rough.total(residency) + ROUGH_STREAMS * rough.stream,
-            seconds=modelled(model.flops(*shape, dtype)["step"], place),
+            device_bytes=needs.total(residency),
+            seconds=by_operations(flops, target),
             compile_seconds=None,
             how="modelled",
         )
-    elif residency == RESIDENT:
-        program, _ = compile_here(lambda: model.lower_step(*shape, past, dtype, place.mesh), place)
-    else:
-        program = by_layer(lower_layer, layer, rough, residency, place)
-        layer_bytes, count = rough.layer, residency.count(rough.layers)
-        weights = device_weights(spec, place.mesh) - (rough.layers - count) * layer_bytes
     seconds = program.seconds
-    if seconds is not None and residency != RESIDENT:
-        seconds = with_copies(seconds, rough, residency, place)
-    streamed = rough.layers - residency.count(rough.layers)
+    if seconds is not None and streamed:
+        seconds = seconds | {"host link": exposed(sum(seconds.values()), needs, streamed, target)}
     return Phase(
-        name="denoise",
+        name="encode text",
+        residency=residency,
         device_bytes=program.device_bytes,
-        weights_bytes=weights or device_weights(spec, place.mesh),
-        host_bytes=0 if residency.disk else streamed * rough.layer * len(place.mesh.local_devices),
-        runs=steps,
-        seconds=times(seconds, steps),
+        weights_bytes=weights - streamed * needs.layer,
+        host_bytes=streamed * needs.layer * len(target.mesh.devices.flat),
+        runs=request.branches,
+        seconds=times(seconds, request.branches),
         compile_seconds=program.compile_seconds,
         how=program.how,
+    )
+
+
+def decode(model: Architecture, request: Request, target: Target, full: bool) -> Phase:
+    """The latent frames, one after the other."""
+    specs = model.specs(jnp.float32)["decoder"]
+    weights = device_weights(specs, target.mesh)
+    key = Key("decode", digest(specs), request.width * request.height, target)
+    program = None if full else known(key, weights)
+    if program is None and target.compiles:
+        program, _ = compiled(
+            functools.partial(model.lower_decode, request.width, request.height, target.mesh), target
+        )
+    if program is None:
+        program = Program(device_bytes=weights, seconds=None, compile_seconds=None, how="weights alone")
+    latent_frames = model.latent_shape(request.width, request.height, request.frames)[0]
+    return Phase(
+        name="decode",
+        residency=RESIDENT,
+        device_bytes=program.device_bytes,
+        weights_bytes=weights,
+        host_bytes=0,
+        runs=latent_frames,
+        seconds=times(program.seconds, latent_frames),
+        compile_seconds=program.compile_seconds,
+        how=program.how,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A program of the table: what it computes, for how many pixels (of text: tokens), and for which devices."""
+
+    program: str
+    config: str
+    pixels: int
+    target: Target
+
+
+def digest(specs: Any) -> str:
+    """Of what a network is: the shapes and dtypes of its parameters."""
+    shapes = [(name, spec.shape, str(jnp.dtype(spec.dtype))) for name, spec in named_leaves(specs)]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Programs compiled beforehand; `benchmarks/plan_table.py` writes it."""
+    return json.loads((resources.files("vidax.planner") / "programs.json").read_text())
+
+
+def known(key: Key, weights: int) -> Program | None:
+    """The row of the table for a program, or the nearest one scaled by the pixels of a device; None where there is
+    none of this network, or the chip is not known.
+    """
+    chip, devices = key.target.chip, key.target.mesh.size
+    rows = [row for row in table()["rows"] if (row["program"], row["config"]) == (key.program, key.config)]
+    if chip is None or not rows:
+        return None
+
+    def ratio(row: Mapping[str, Any]) -> float:
+        return key.pixels / devices / (row["pixels"] / row["devices"])
+
+    def distance(row: Mapping[str, Any]) -> tuple[bool, float]:
+        return row["chip"] != chip.name, max(ratio(row), 1 / ratio(row))
+
+    row = min(rows, key=distance)
+    exact = row["chip"] == chip.name and row["devices"] == devices and row["pixels"] == key.pixels
+    share = ratio(row)
+    slower = chips()[row["chip"]].flops / chip.flops
+    own = row["device_bytes"] - row["weights_bytes"]
+    return Program(
+        device_bytes=weights + round(own * share),
+        seconds=times(row["seconds"], share * slower),
+        compile_seconds=None,
+        how="table" if exact else "modelled",
     )
