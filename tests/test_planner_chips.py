@@ -1,6 +1,5 @@
 """Chips and slices by name: what is known, what is refused in a sentence, and how many devices there are."""
 
-import importlib.util
 import json
 import os
 from importlib import resources
@@ -123,9 +122,8 @@ def test_without_libtpu_there_is_nothing_to_compile_for(monkeypatch):
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize("text", ["v4-8", "v5e-1", "v5p:2x2x2", "v6e-8", "tpu7x-8"])
-def test_libtpu_describes_what_is_counted(text, monkeypatch):
+def test_libtpu_describes_what_is_counted(text):
     topology = parse_topology(text)
     found = devices(topology)
     assert len(found) == topology.devices

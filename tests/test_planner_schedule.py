@@ -126,6 +126,7 @@ GATHER = (
     '%gather_fusion = f32[262144,16]{1,0} fusion(%a, %b), kind=kCustom, metadata={op_name="jit(encode)/while/gather"}'
 )
 KERNEL_CALL = '%other = bf16[8192,128]{1,0} custom-call(%a), custom_call_target="tpu_custom_call"'
+SUM = '%all_fusion = f32[] fusion(%fusion.196), kind=kCustom, metadata={op_name="jit(f)/reduce"}'
 SORT = "%sort.3 = f32[65536]{0} sort(%a), dimensions={0}, to_apply=%compare"
 
 
@@ -136,9 +137,10 @@ SORT = "%sort.3 = f32[65536]{0} sort(%a), dimensions={0}, to_apply=%compare"
         (layer(KERNEL_CALL), "other"),
         (layer(KERNEL_CALL.replace("tpu_custom_call", "TopK")), "other"),
         (layer(SORT), "sort.3"),
+        (layer(SUM), "jit(f)/reduce"),
         (TEXT.replace("bf16[20,128,75776]", "f32[20,128,75776]"), "vidax_attention/pallas_call"),
     ],
-    ids=["a gather", "another kernel", "a custom call", "a sort", "attention in float32"],
+    ids=["a gather", "another kernel", "a custom call", "a sort", "a sum", "attention in float32"],
 )
 def test_what_nobody_estimates_is_named(text, name):
     found = seconds_of(text, V4, 4)

@@ -13,8 +13,8 @@ Each part is estimated by somebody else:
                  another type than the counted one
 
 The clock is the published one (peak FLOP/s over FLOP per cycle). Left out are launches, the host, waits for memory
-within an operation, clocks below the peak, copies that run beside other operations, and results of at most
-NEGLIGIBLE_BYTES without cycles.
+within an operation, clocks below the peak, copies that run beside other operations, and what handles at
+most NEGLIGIBLE_BYTES without cycles.
 """
 
 import dataclasses
@@ -187,15 +187,20 @@ def _operation(match: re.Match[str], times: int, seen: Mapping[str, re.Match[str
         yield Operation(kind, times, int(cycles[1]) if cycles else 0, shapes, path, opcode.endswith("-start"))
     elif opcode not in FREE and not own.startswith(f"{HIDDEN}-done"):
         target = re.search(r'custom_call_target="(\w+)"', line)
-        if opcode == "dynamic-update-slice" and (operands := _operands(match))[1:] and operands[1] in seen:
-            shapes = _shapes(seen[operands[1]][2])  # the rest stays where it is
-        rest = Operation(MOVED if opcode in MOVES else UNKNOWN, times, 0, shapes, path)
-        if not (target and target[1] in FREE_CALLS) and rest.bytes > NEGLIGIBLE_BYTES:
-            yield rest
+        operands = [_shapes(seen[name][2]) if name in seen else () for name in _operands(match)]
+        if opcode == "dynamic-update-slice" and len(operands) > 1:
+            shapes = operands[1] or shapes  # the rest stays where it is
+        read = () if opcode in MOVES else operands  # a sum of much is little
+        if not (target and target[1] in FREE_CALLS) and max(map(_bytes, (shapes, *read))) > NEGLIGIBLE_BYTES:
+            yield Operation(MOVED if opcode in MOVES else UNKNOWN, times, 0, shapes, path)
 
 
 def _shapes(text: str) -> Shapes:
     return tuple((dtype, tuple(map(int, shape.split(","))) if shape else ()) for dtype, shape in SHAPE.findall(text))
+
+
+def _bytes(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 8) for dtype, shape in shapes)
 
 
 def _operands(match: re.Match[str]) -> list[str]:
@@ -208,7 +213,7 @@ def _first_index(seen: Mapping[str, re.Match[str]], loop: re.Match[str]) -> int:
     origin: re.Match[str] | None = loop
     while origin and origin[3] in ("while", "tuple", "copy", "bitcast"):
         origin = seen.get((_operands(origin) or [""])[0])
-    constant = re.search(r" constant\((\d+)\)", origin.string) if origin else None
+    constant = re.search(r" constant\((\d+)\)", origin.string) if origin and origin[3] == "constant" else None
     return int(constant[1]) if constant else 0
 
 
