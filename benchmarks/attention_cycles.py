@@ -6,7 +6,7 @@
     python benchmarks/attention_cycles.py --json > cycles.json
     python benchmarks/attention_cycles.py --write                              # renews the package's tiles.json
 
-Needs libtpu (extra: compile). Compiles each kernel for a chip of each generation and counts the bundles of its final
+Needs libtpu (extra: plan). Compiles each kernel for a chip of each generation and counts the bundles of its final
 schedule (`llo_schedule.py` says how). A compilation takes two to ten seconds, large tiles up to minutes, each in a
 process of its own. Tiles are compared at the first number of tokens, and the best few measured again at the others;
 `--tiles` tries only those named.
@@ -36,6 +36,8 @@ from pathlib import Path
 
 from llo_schedule import MatrixUnit, MeterError, schedule_cycles
 
+from vidax.planner.chips import chips, devices, parse_topology
+
 DATA_FILE = Path(__file__).parents[1] / "src/vidax/ops/attention/tiles.json"
 TOKENS = ((32_760, 32_760), (75_600, 75_600), (118_800, 118_800), (75_600, 512))  # queries, keys
 HEAD_SIZES = (128, 64)
@@ -48,8 +50,8 @@ Tiles = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """What one JAX device of a generation can do.
+class MatrixUnits:
+    """What the matrix units of one JAX device can do.
 
     flops_per_cycle: 2 W^2 for each W x W matrix unit and row per cycle. v4, v5e and v5p stream one row a cycle through
     four units a core (two cores on v4 and v5p), v6e and TPU7x two rows through two. With the published peaks this gives
@@ -64,12 +66,9 @@ class Chip:
     schedule spaces neither, since the results wait in a buffer; v6e's figures are taken.
     """
 
-    topology: str
-    device_kind: str
     flops_per_cycle: int
     matrix_width: int
     unit: MatrixUnit
-    config: dict[str, str] = dataclasses.field(default_factory=dict)
     scoped_vmem_kib: int | None = None  # None: the compiler's default, 16 MiB
 
     def bound(self, queries: int, keys: int, head_size: int) -> float:
@@ -80,42 +79,31 @@ class Chip:
 
 V5_UNIT = MatrixUnit(multiply={"bf16": 16, "f32": 8}, push={"bf16": 4, "f32": 2})
 V6_UNIT = MatrixUnit(multiply={"bf16": 8, "f32": 4}, push={"bf16": 4, "f32": 2})
-CHIPS = {
-    "v4": Chip(
-        topology="v4:2x2x1",
-        device_kind="TPU v4",
+UNITS = {
+    "v4": MatrixUnits(
         flops_per_cycle=262_144,
         matrix_width=128,
         unit=MatrixUnit(multiply={"bf16": 16, "f32": 8}, push={"bf16": 8, "f32": 4}),
-        config={"chip_config_name": "megacore"},
     ),
-    "v5e": Chip(
-        topology="v5e:2x2",
-        device_kind="TPU v5 lite",
+    "v5e": MatrixUnits(
         flops_per_cycle=131_072,
         matrix_width=128,
         unit=V5_UNIT,
         scoped_vmem_kib=64 * 1024,
     ),
-    "v5p": Chip(
-        topology="v5p:2x2x1",
-        device_kind="TPU v5",
+    "v5p": MatrixUnits(
         flops_per_cycle=262_144,
         matrix_width=128,
         unit=V5_UNIT,
         scoped_vmem_kib=48 * 1024,
     ),
-    "v6e": Chip(
-        topology="v6e:2x2",
-        device_kind="TPU v6 lite",
+    "v6e": MatrixUnits(
         flops_per_cycle=524_288,
         matrix_width=256,
         unit=V6_UNIT,
         scoped_vmem_kib=64 * 1024,
     ),
-    "tpu7x": Chip(
-        topology="tpu7x:2x2x1",
-        device_kind="TPU7x",
+    "tpu7x": MatrixUnits(
         flops_per_cycle=524_288,
         matrix_width=256,
         unit=V6_UNIT,
@@ -209,7 +197,7 @@ def build_vidax(case: Case):
     """This package's kernel; its tiles are described in `vidax.ops.attention.pallas_tpu_kernel`."""
     from vidax.ops.attention.pallas_tpu import pallas_tpu
 
-    chip = CHIPS[case.chip].device_kind
+    chip = chips()[case.chip].device_kind
     call = functools.partial(pallas_tpu, scale=case.head_size**-0.5, tiles=case.tiles, chip=chip)
     return call, [(1, length, HEADS, case.head_size) for length in (case.queries, case.keys, case.keys)]
 
@@ -232,12 +220,11 @@ def compile_case(case: Case) -> list[str]:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    chip = CHIPS[case.chip]
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=chip.topology, **chip.config)
-    mesh = Mesh(np.array(topology.devices[:1]), ("device",))
+    units = UNITS[case.chip]
+    topology = parse_topology(f"{case.chip}:{chips()[case.chip].smallest}")
+    mesh = Mesh(np.array(devices(topology)[:1]), ("device",))
     call, shapes = KERNELS[case.kernel].build(case)
     everywhere = NamedSharding(mesh, PartitionSpec())
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=everywhere) for shape in shapes]
@@ -245,7 +232,7 @@ def compile_case(case: Case) -> list[str]:
     sharded = jax.shard_map(
         lambda *x: call(*x), mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )  # a Pallas kernel is not partitioned by XLA, so the device is named
-    options = {} if chip.scoped_vmem_kib is None else {"xla_tpu_scoped_vmem_limit_kib": str(chip.scoped_vmem_kib)}
+    options = {} if units.scoped_vmem_kib is None else {"xla_tpu_scoped_vmem_limit_kib": str(units.scoped_vmem_kib)}
     compiled = jax.jit(sharded).lower(*arguments).compile(compiler_options=options)
     calls = r"%?([\w.-]+) = [^\n]*custom-call\([^\n]*custom_call_target=\"tpu_custom_call\""
     return re.findall(calls, compiled.as_text())
@@ -256,14 +243,14 @@ def worker(case: Case, folder: Path) -> None:
     names = compile_case(case)
     if not names:
         raise MeterError("the compiled program has no Pallas kernel")
-    kernel, chip = KERNELS[case.kernel], CHIPS[case.chip]
+    kernel, units = KERNELS[case.kernel], UNITS[case.chip]
     total = 0
     for name in names:
         files = [f for f in folder.glob(f"*-{name}-*-final_bundles.txt") if "schedule-analysis" not in f.name]
         if len(files) != 1:
             raise MeterError(f"{len(files)} schedules were dumped for {name}")
         total += schedule_cycles(
-            files[0].read_text(), chip.unit, all_blocks_run=kernel.all_blocks_run, scalar_read=kernel.scalar_read
+            files[0].read_text(), units.unit, all_blocks_run=kernel.all_blocks_run, scalar_read=kernel.scalar_read
         )
     print(json.dumps({"cycles": total}))
 
@@ -291,13 +278,12 @@ def measure(case: Case) -> dict:
 
 def row_of(case: Case, core_cycles: int) -> dict:
     """Cycles of one head, and their share of the bound. Cores that share a device run at the same time."""
-    chip = CHIPS[case.chip]
     cycles = core_cycles / HEADS
-    share = chip.bound(case.queries, case.keys, case.head_size) / cycles
+    share = UNITS[case.chip].bound(case.queries, case.keys, case.head_size) / cycles
     if share > 1:
         raise MeterError(f"{describe(case)}: {share:.1%} of the bound cannot be; the meter is wrong")
     return {
-        "chip": chip.device_kind,
+        "chip": chips()[case.chip].device_kind,
         "tokens": case.queries,
         "keys": case.keys,
         "head_size": case.head_size,
@@ -387,7 +373,7 @@ def token_counts(word: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--chips", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--chips", nargs="+", choices=UNITS, default=list(UNITS))
     parser.add_argument("--tokens", nargs="+", type=token_counts, default=list(TOKENS), help="75600, or 75600x512")
     parser.add_argument("--head-sizes", nargs="+", type=int, default=list(HEAD_SIZES))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))

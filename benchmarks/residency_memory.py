@@ -3,7 +3,7 @@
     python benchmarks/residency_memory.py                       # every case: a minute or two each
     python benchmarks/residency_memory.py --only v5e --json
 
-Compiles one layer (`through`), both guidance branches, bfloat16, for a topology with libtpu (extra: compile), and adds
+Compiles one layer (`through`), both guidance branches, bfloat16, for a topology with libtpu (extra: plan), and adds
 what lies beside it: `models.interface.Footprint`, the one that `--residency auto` uses. Device bytes are arguments +
 temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident and the
 streamed row are the program of a whole step instead, which copies layers from host memory itself.
@@ -19,23 +19,23 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 
 import jax.numpy as jnp
-from step_estimate import CHIPS, compile_step, mesh_of
+from step_estimate import compile_step, mesh_of
 
 from vidax.models.wan.config import WAN21_14B
 from vidax.models.wan.programs import footprint, lower_layer
+from vidax.planner.chips import parse_topology
 from vidax.weights.memory import program_bytes
 from vidax.weights.residency import RESIDENT, STREAMED, Residency
 
 SIZES = ("832x480", "1280x720")
-# A slice of one chip is a part of the smallest topology that can be described.
 SLICES = (
-    ("v4:2x2x1", "seq=4"),
-    ("v5e:2x2", "seq=1"),
-    ("v5e:2x2", "seq=4"),
-    ("v5e:2x4", "seq=8"),
-    ("v6e:2x2", "seq=1"),
-    ("v6e:2x2", "seq=4"),
-    ("v6e:2x4", "seq=8"),
+    ("v4-8", "seq=4"),
+    ("v5e-1", "seq=1"),
+    ("v5e-4", "seq=4"),
+    ("v5e-8", "seq=8"),
+    ("v6e-1", "seq=1"),
+    ("v6e-4", "seq=4"),
+    ("v6e-8", "seq=8"),
 )
 FRAMES = 81
 
@@ -45,7 +45,7 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
     made = mesh_of(topology, mesh)
     latents = (1, (FRAMES - 1) // 4 + 1, height // 8, width // 8, WAN21_14B.in_channels)
     needs = footprint(WAN21_14B, latents, 2, jnp.bfloat16, made, lower_layer(WAN21_14B, latents, 2, made).compile())
-    limit = CHIPS[topology.partition(":")[0]].memory_bytes
+    limit = parse_topology(topology).chip.memory_bytes
     found = []
     for residency in (RESIDENT, Residency(1, 2), STREAMED):
         device = needs.total(residency)
@@ -58,7 +58,7 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
                 "model": "wan2.1-t2v-14b",
                 "size": size,
                 "frames": FRAMES,
-                "topology": f"{topology.partition(':')[0]}-{made.size}",
+                "topology": topology,
                 "residency": str(residency),
                 "device_gb": round(device / 1e9, 2),
                 "host_gb": round(streamed * needs.layer * made.size / 1e9, 2),

@@ -3,7 +3,7 @@
     python benchmarks/stream_overlap.py                  # every case: two to three minutes each
     python benchmarks/stream_overlap.py --only v6e --json
 
-Of two mechanisms, from compiled programs (`step_estimate.py` says how their seconds are counted):
+Of two mechanisms, from compiled programs (`vidax.planner.schedule` says how their seconds are counted):
 
     ring   `weights/residency.py`: one layer is a program, and the copy of the next one has its whole computation.
            Exposed is, of each layer, what its copy is longer. The first layer's copy starts in the step before.
@@ -25,32 +25,17 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 
 import jax.numpy as jnp
-from step_estimate import (
-    CHIPS,
-    HOST_DONE,
-    HOST_START,
-    Operation,
-    compile_step,
-    mesh_of,
-    operation_seconds,
-    operations,
-    seconds_of,
-)
+from step_estimate import compile_step, mesh_of
 
 from vidax.models.wan.config import WAN21_14B
 from vidax.models.wan.dit import Block
 from vidax.models.wan.programs import lower_layer
 from vidax.nn import placement
+from vidax.planner.chips import parse_topology
+from vidax.planner.schedule import HOST_DONE, HOST_START, Operation, operation_seconds, operations, seconds_of
 from vidax.weights.memory import split_bytes
 
-# Bytes per second from the host to one chip, one direction of its PCIe link.
-HOST_LINK = {
-    "v4": 1.5e10,  # no figure is published; that of v5e
-    "v5e": 1.5e10,  # jax-ml.github.io/scaling-book/tpus
-    "v6e": 1.5e10,  # the same
-}
-
-CASES = (("v4:2x2x1", "seq=4"), ("v5e:2x4", "seq=8"), ("v6e:2x4", "seq=8"))
+CASES = (("v4-8", "seq=4"), ("v5e-8", "seq=8"), ("v6e-8", "seq=8"))
 SIZES = ("832x480", "1280x720")
 FRAMES = (81, 17)
 DEFAULT = "ring"
@@ -71,20 +56,20 @@ def ring(size: tuple[int, int], frames: int, topology: str, mesh: str) -> Overla
     made = mesh_of(topology, mesh)
     latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, WAN21_14B.in_channels)
     compiled = lower_layer(WAN21_14B, latents, 2, made).compile()
-    compute = sum(seconds_of(compiled.as_text(), topology, made.size))
+    compute = seconds_of(compiled.as_text(), (slice_ := parse_topology(topology)), made.size).total
     layer = split_bytes(Block.spec(WAN21_14B, jnp.bfloat16), placement(made))
-    copy = layer / HOST_LINK[topology.partition(":")[0]]
+    copy = layer / slice_.chip.host_link_bytes_per_second
     layers = WAN21_14B.layers
     return Overlap(compute=layers * compute, transfer=layers * copy, exposed=layers * max(0.0, copy - compute))
 
 
 def graph(size: tuple[int, int], frames: int, topology: str, mesh: str) -> Overlap:
-    devices = mesh_of(topology, mesh).size
+    slice_, devices = parse_topology(topology), mesh_of(topology, mesh).size
     compiled = compile_step(WAN21_14B, size, topology, mesh, frames, streamed=True)
     return overlap(
         operations(compiled.as_text()),
-        lambda op: sum(operation_seconds(op, topology, devices)),
-        HOST_LINK[topology.partition(":")[0]],
+        lambda op: operation_seconds(op, slice_, devices).total,
+        slice_.chip.host_link_bytes_per_second,
     )
 
 
@@ -99,8 +84,6 @@ def overlap(ops: list[Operation], seconds: Callable[[Operation], float], bytes_p
     arrivals: dict[str, float] = {}
     for op in ops:
         if op.kind == HOST_START:
-            if not op.bytes:
-                raise ValueError(f"a copy from host memory of unknown size: {op}")
             arrivals[op.copy] = free = max(free, now) + op.bytes / bytes_per_second
             transfer += op.times * op.bytes / bytes_per_second
         elif op.kind == HOST_DONE:
@@ -159,13 +142,13 @@ def main() -> None:
     for size, frames, topology, mesh, mechanism in cases:
         width, height = map(int, size.split("x"))
         found = MECHANISMS[mechanism]((width, height), frames, topology, mesh)
-        generation = topology.partition(":")[0]
-        rows.append(row(size, frames, f"{generation}-{mesh_of(topology, mesh).size}", mechanism, found))
+        chip = parse_topology(topology).chip
+        rows.append(row(size, frames, topology, mechanism, found))
         if not arguments.json:
             line = "{topology} {size} {frames:2} frames, {mechanism:5}: a step {step_seconds} s, "
             line += "copies {transfer_seconds} s, of them exposed {exposed_seconds} s"
             if mechanism == "graph":
-                after, before = (x * CHIPS[generation].clock_hz for x in (found.after_begin, found.before_done))
+                after, before = (x * chip.clock_hz for x in (found.after_begin, found.before_done))
                 line += f"; a layer's start after {after:,.0f} cycles and {before:,.0f} before the last is needed"
             print(line.format(**rows[-1]), flush=True)
     if arguments.json:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import attention_cycles
 import pytest
-from attention_cycles import CHIPS, KERNELS, Case, row_of
+from attention_cycles import KERNELS, UNITS, Case, row_of
 from llo_schedule import DataDependentError, MeterError, parse_bundles, schedule_cycles, stretches
 
 SCHEDULES = Path(__file__).parent / "schedules"
 STEPS, QUERY_BLOCKS = 10 * 592 * 296, 10 * 592
-UNIT = CHIPS["v5e"].unit
+UNIT = UNITS["v5e"].unit
 
 
 def schedule(chip: str) -> str:
@@ -23,7 +23,7 @@ def schedule(chip: str) -> str:
 
 @pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
 def test_every_stretch_counts_as_often_as_it_runs(chip):
-    found = stretches(schedule(chip), CHIPS[chip].unit)
+    found = stretches(schedule(chip), UNITS[chip].unit)
     assert sum(s.bundles for s in found) == len(parse_bundles(schedule(chip)))
     # before the loop; copies, in two more turns than there are steps; the step; initial values; scores of the first
     # keys; two turns of the inner loop; the last key block's test; the result; the step's end; copies; after the loop
@@ -101,7 +101,7 @@ def case(**changes) -> Case:
 def test_the_bound_allows_what_the_head_size_fills():
     """Half of the work is at K / W of the peak, half at all of it."""
     allowed = {
-        (chip, size): 4 * size / CHIPS[chip].bound(1, 1, size) for chip in ("v4", "v5e", "v6e") for size in (128, 64)
+        (chip, size): 4 * size / UNITS[chip].bound(1, 1, size) for chip in ("v4", "v5e", "v6e") for size in (128, 64)
     }
     assert allowed == pytest.approx(
         {
@@ -116,7 +116,7 @@ def test_the_bound_allows_what_the_head_size_fills():
 
 
 def test_a_share_over_the_bound_is_an_error_of_the_meter():
-    bound = round(CHIPS["v5e"].bound(75_600, 75_600, 128))
+    bound = round(UNITS["v5e"].bound(75_600, 75_600, 128))
     assert row_of(case(), 4 * bound + 4)["share_of_bound"] == 1
     with pytest.raises(MeterError, match="the meter is wrong"):
         row_of(case(), 4 * bound - 400)

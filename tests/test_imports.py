@@ -24,6 +24,7 @@ LAYERS = [
     ("vidax.models.registry",),
     ("vidax.models.locate",),
     ("vidax.engine",),
+    ("vidax.planner",),
     ("vidax.server",),
     ("vidax.terminal",),
     ("vidax.cli", "vidax.__main__"),
@@ -93,6 +94,7 @@ def test_imports_point_down(file):
         ("models/towers/t5.py", "from vidax.models.wan import dit"),
         ("models/wan/dit.py", "from .. import registry"),
         ("engine/plan.py", "from vidax import cli"),
+        ("engine/engine.py", "from vidax.planner import chips"),
     ],
 )
 def test_the_rule_is_enforced(tmp_path, monkeypatch, file, line):

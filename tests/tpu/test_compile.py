@@ -1,10 +1,12 @@
 """Full-size programs compiled for TPU topologies from descriptions alone: no weights, no TPU."""
 
 import pytest
-from step_estimate import CHIPS, collectives, compile_step, mesh_of, operations
+from step_estimate import compile_step, mesh_of
 
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.programs import lower_decode
+from vidax.planner.chips import parse_topology
+from vidax.planner.schedule import KERNEL, collectives, operations
 from vidax.weights.memory import program_bytes
 
 pytestmark = pytest.mark.tpu_compile
@@ -36,8 +38,8 @@ def test_denoise_step(config, size, topology, mesh, expected, gigabytes):
     assert "host-call" not in text  # XLA has been seen to gather weights there
     ops = operations(text)
     assert collectives(ops) == expected
-    assert sum(op.kind == "kernel" for op in ops) == 2  # self- and cross-attention
-    assert program_bytes(compiled) < min(gigabytes * 1e9, CHIPS[topology.partition(":")[0]].memory_bytes)
+    assert sum(op.kind == KERNEL for op in ops) == 2  # self- and cross-attention
+    assert program_bytes(compiled) < min(gigabytes * 1e9, parse_topology(topology).chip.memory_bytes)
 
 
 def test_decode_chunk_720p():

@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cycles import CHIPS
-from step_estimate import devices_of
 
 from vidax.ops.attention.pallas_tpu import choose_tiles, pallas_tpu
+from vidax.planner.chips import chips, devices, parse_topology
 
 pytestmark = pytest.mark.tpu_compile
 
-TOPOLOGIES = tuple(chip.topology for chip in CHIPS.values())
+TOPOLOGIES = tuple(f"{name}:{chip.smallest}" for name, chip in chips().items())
 HEADS = 2
 
 
 def compile_for(topology: str, queries: int, keys: int, head_size: int, dtype=jnp.bfloat16, **arguments):
-    device = devices_of(topology)[0]
+    device = devices(parse_topology(topology))[0]
     _, note = choose_tiles(device.device_kind, head_size, queries, keys)
     assert note is None
     mesh, spec = jax.sharding.Mesh(np.array([device]), ("device",)), jax.sharding.PartitionSpec()
