@@ -6,7 +6,9 @@
 Compiles one layer (`through`), both guidance branches, bfloat16, for a topology with libtpu (extra: plan), and adds
 what lies beside it: `models.interface.Footprint`, the one that `--residency auto` uses. Device bytes are arguments +
 temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident and the
-streamed row are the program of a whole step instead, which copies layers from host memory itself.
+streamed row are the program of a whole step instead, which copies layers from host memory itself. With --decode the
+table is that of `decode_chunk` instead, four frames in float32 with the caches of those before them: several minutes
+each; 1280x720 takes 12.7 GB of one v5e.
 
 The published engine takes 15.2 GB (streamed layer by layer) to 26.1 GB (resident) of each v4 chip at 1280x720x81.
 """
@@ -21,8 +23,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 import jax.numpy as jnp
 from step_estimate import compile_step, mesh_of
 
-from vidax.models.wan.config import WAN21_14B
-from vidax.models.wan.programs import footprint, lower_layer
+from vidax.models.wan.config import WAN21_14B, WAN21_VAE
+from vidax.models.wan.programs import footprint, lower_decode, lower_layer
 from vidax.planner.chips import parse_topology
 from vidax.weights.memory import program_bytes
 from vidax.weights.residency import RESIDENT, STREAMED, Residency
@@ -68,22 +70,38 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
     return found
 
 
+def decode_row(size: str, topology: str, mesh: str) -> dict[str, Any]:
+    width, height = map(int, size.split("x"))
+    made = mesh_of(topology, mesh)
+    generation = topology.partition(":")[0]
+    return {
+        "model": "wan2.1-vae",
+        "size": size,
+        "topology": f"{generation}-{made.size}",
+        "device_gb": round(program_bytes(lower_decode(WAN21_VAE, (height // 8, width // 8), made).compile()) / 1e9, 2),
+        "limit_gb": round(parse_topology(topology).chip.memory_bytes / 1e9, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases that contain this text, as in 'v5e' or '1280x720'")
     parser.add_argument(
         "--step", action="store_true", help="compile the whole step where the layers are all resident or all streamed"
     )
+    parser.add_argument("--decode", action="store_true", help="the autoencoder's decoder instead of the step")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found = []
     for size in SIZES:
         for topology, mesh in SLICES:
             if arguments.only in f"{size} {topology} {mesh}":
-                for row in rows(size, topology, mesh, arguments.step):
+                decode = arguments.decode
+                for row in [decode_row(size, topology, mesh)] if decode else rows(size, topology, mesh, arguments.step):
                     found.append(row)
                     if not arguments.json:
-                        line = "{size} {topology:6} {residency:10} {device_gb:6} of {limit_gb} GB, host {host_gb} GB"
+                        line = "{size} {topology:6} {device_gb:6} of {limit_gb} GB"
+                        line = line if decode else line + ", {residency}, host {host_gb} GB"
                         print(line.format(**row), flush=True)
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -176,7 +176,11 @@ def conv3d_in_float64(x, weight, stride, padding) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("form", [conv3d, conv._direct, conv._folded], ids=["chosen", "direct", "folded"])
+FORMS = {"chosen": conv3d, "direct": conv._direct, "folded": conv._folded, "stripwise": conv._stripwise}
+
+
+@pytest.mark.parametrize("size", [(6, 8), (8, 6), (7, 7)], ids=str)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"),
     [
@@ -187,9 +191,10 @@ def conv3d_in_float64(x, weight, stride, padding) -> np.ndarray:
         ((1, 1, 1), (1, 1, 1), ((0, 0), (0, 0), (0, 0))),
     ],
 )
-def test_conv3d(form, kernel, stride, padding):
+def test_conv3d(form, size, kernel, stride, padding, monkeypatch):
+    monkeypatch.setattr(conv, "LARGE_FRAME", 0)  # two strips of the side that is even
     random = np.random.RandomState(0)
-    x = random.standard_normal((2, 5, 6, 8, 3)).astype(np.float32)
+    x = random.standard_normal((2, 5, *size, 3)).astype(np.float32)
     weight = random.standard_normal((*kernel, 3, 4)).astype(np.float32)
     ours = form(jnp.asarray(x), jnp.asarray(weight), stride=stride, padding=padding)
     assert relative_error(ours, conv3d_in_float64(x, weight, stride, padding)) < 1e-6

@@ -9,7 +9,7 @@ import jax
 
 
 def flops(function: Callable, *inputs: Any) -> dict[str, float]:
-    """Operations of one call, 2 per multiply-add, by the dtype of the operands. inputs: arrays or their descriptions."""
+    """Operations of one call, 2 per multiply-add, by the dtype of the operands. inputs: arrays or described."""
     return dict(count(jax.make_jaxpr(function)(*inputs).jaxpr))
 
 

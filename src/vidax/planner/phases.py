@@ -243,9 +243,7 @@ def decode(model: Architecture, request: Request, target: Target, full: bool) ->
     key = Key("decode", digest(specs), request.width * request.height, target)
     program = None if full else known(key, weights)
     if program is None and target.compiles:
-        program, _ = compiled(
-            functools.partial(model.lower_decode, request.width, request.height, target.mesh), target
-        )
+        program, _ = compiled(functools.partial(model.lower_decode, request.width, request.height, target.mesh), target)
     if program is None:
         program = Program(device_bytes=weights, seconds=None, compile_seconds=None, how="weights alone")
     latent_frames = model.latent_shape(request.width, request.height, request.frames)[0]

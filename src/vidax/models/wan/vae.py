@@ -43,6 +43,11 @@ class VAEConfig:
         return 2 ** sum(self.time_downsample)
 
     @property
+    def full_rate_levels(self) -> int:
+        """How many levels have as many frames as the video: all before the first downsampling over time."""
+        return (*self.time_downsample, True).index(True) + 1
+
+    @property
     def space_factor(self) -> int:
         return 2 ** (len(self.multipliers) - 1)
 
@@ -84,9 +89,21 @@ class CausalConv3d:
         """x [B F H W C] with the frames before it in `cache` (zeros if None); returns the result and the next cache."""
         kt, kh, kw = self.weight.shape[:3]
         past = jnp.zeros((x.shape[0], kt - 1, *x.shape[2:]), x.dtype) if cache is None else cache
-        x = jnp.concatenate([past, x], axis=1)
-        y = conv3d(x, self.weight, padding=((0, 0), (kh // 2, kh // 2), (kw // 2, kw // 2)))
-        return y + self.bias, x[:, x.shape[1] - (kt - 1) :]
+        y = conv3d(
+            jnp.concatenate([past, x], axis=1), self.weight, padding=((0, 0), (kh // 2, kh // 2), (kw // 2, kw // 2))
+        )
+        # The next cache waits for the result, so that it can be written over this one instead of beside it.
+        past, x, y = jax.lax.optimization_barrier((past, x, y))
+        return y + self.bias, _latest(past, x)
+
+
+def _latest(past: jax.Array, x: jax.Array) -> jax.Array:
+    """The last frames of `past` and then `x`, as many as `past` has."""
+    keep = past.shape[1] - x.shape[1]
+    if keep <= 0:
+        return x[:, -keep:]
+    past = jax.lax.dynamic_update_slice_in_dim(past, past[:, x.shape[1] :], 0, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(past, x, keep, axis=1)
 
 
 @module
@@ -217,6 +234,24 @@ def _chain(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
     return in_strips(x), tuple(after)
 
 
+def _frame_by_frame(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
+    """`_chain` for layers that give a frame for a frame, one frame of the chunk after the other.
+
+    It is the same computation, since all that frames know of each other is in the caches, which the scan carries along;
+    but what lies between the layers is held for one frame instead of all, and where frames are large that is most of
+    the memory a chunk takes beside its caches.
+    """
+    if x.shape[1] == 1:
+        return _chain(layers, x, caches)
+
+    def one(caches: Cache, frame: jax.Array) -> tuple[Cache, jax.Array]:
+        frame, caches = _chain(layers, frame[:, None], caches)
+        return caches, frame[:, 0]
+
+    caches, frames = jax.lax.scan(one, caches, rearrange(x, "b f h w c -> f b h w c"))
+    return in_strips(rearrange(frames, "f b h w c -> b f h w c")), caches
+
+
 def in_strips(x: jax.Array) -> jax.Array:
     """Frames [B F H W C] cut along their longer side, a strip for each device: the same side at every resolution."""
     return constrain(x, *strips(*x.shape[2:4]))
@@ -279,9 +314,12 @@ class Encoder:
 
         The first chunk (no cache) is the first frame alone; every later one has a multiple of 4 frames.
         """
-        x, cache = _chain((self.conv_in, *self.down_blocks, self.mid_block, self.out), frames, cache)
+        full = self.config.full_rate_levels * (self.config.blocks + 1) - 1  # up to the first that halves the frames
+        past1, past2 = cache or (None, None)
+        x, past1 = _frame_by_frame((self.conv_in, *self.down_blocks[:full]), frames, past1)
+        x, past2 = _chain((*self.down_blocks[full:], self.mid_block, self.out), x, past2)
         mean = self.quant_conv(x)[..., : self.config.latent_channels]
-        return (mean - jnp.asarray(self.config.latents_mean)) / jnp.asarray(self.config.latents_std), cache
+        return (mean - jnp.asarray(self.config.latents_mean)) / jnp.asarray(self.config.latents_std), (past1, past2)
 
 
 @module
@@ -319,8 +357,11 @@ class Decoder:
         The first chunk (no cache) is one latent frame and gives one frame; every later latent frame gives four.
         """
         z = latents * jnp.asarray(self.config.latents_std) + jnp.asarray(self.config.latents_mean)
-        x, cache = _chain((self.conv_in, self.mid_block, *self.up_blocks, self.out), self.post_quant_conv(z), cache)
-        return jnp.clip(x, -1.0, 1.0), cache
+        slow = len(self.up_blocks) - self.config.full_rate_levels
+        past1, past2 = cache or (None, None)
+        x, past1 = _chain((self.conv_in, self.mid_block, *self.up_blocks[:slow]), self.post_quant_conv(z), past1)
+        x, past2 = _frame_by_frame((*self.up_blocks[slow:], self.out), x, past2)
+        return jnp.clip(x, -1.0, 1.0), (past1, past2)
 
 
 @module
