@@ -60,7 +60,8 @@ class Phase:
     """A phase of a video.
 
     device_bytes: of each device at its peak; weights_bytes: of that, what is there when it begins.
-    host_bytes: of layers that wait in the memory of a host. runs: of its program, and seconds those of all runs.
+    host_bytes: of layers that wait in host memory. runs: of its program, and seconds those of all runs.
+    unknown: operations that take time which nobody estimates.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Phase:
     seconds: Seconds | None
     compile_seconds: float | None
     how: str
+    unknown: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float | None:
@@ -91,7 +93,7 @@ class Program:
     seconds: Seconds | None
     compile_seconds: float | None
     how: str
-    text: str = ""
+    unknown: tuple[str, ...] = ()
 
 
 def compiled(lower: Callable[[], Any], target: Target) -> tuple[Program, Any]:
@@ -99,23 +101,30 @@ def compiled(lower: Callable[[], Any], target: Target) -> tuple[Program, Any]:
     start = time.perf_counter()
     executable = lower().compile()
     spent = time.perf_counter() - start
-    seconds = scheduled(executable.as_text(), target) if target.topology else None
-    return Program(
-        device_bytes=program_bytes(executable), seconds=seconds, compile_seconds=round(spent, 1), how="compiled"
-    ), executable
+    seconds, unknown = scheduled(executable.as_text(), target)
+    program = Program(
+        device_bytes=program_bytes(executable),
+        seconds=seconds,
+        compile_seconds=round(spent, 1),
+        how="compiled",
+        unknown=unknown,
+    )
+    return program, executable
 
 
-def scheduled(text: str, target: Target) -> Seconds:
-    """Seconds of a compiled program, from its text."""
-    assert target.topology is not None
-    found = dict.fromkeys(LIMITS, 0.0)
+def scheduled(text: str, target: Target) -> tuple[Seconds | None, tuple[str, ...]]:
+    """Seconds of a compiled program, from its text, and what takes time in it that nobody estimates."""
+    if target.topology is None:
+        return None, ()
+    found, unknown = dict.fromkeys(LIMITS, 0.0), set[str]()
     for op in operations(text):
         once = operation_seconds(op, target.topology, target.mesh.size)
+        unknown.update(once.unknown)
         product = any(name in op.path for name in ("dot_general", "conv_general_dilated"))
         found["matrix units" if product else "memory"] += op.times * (once.program + once.moves)
         found["matrix units"] += op.times * once.attention
         found["links"] += op.times * once.links
-    return found
+    return found, tuple(sorted(unknown))
 
 
 def by_operations(flops: Mapping[str, float], target: Target) -> Seconds | None:
@@ -130,10 +139,8 @@ def times(seconds: Seconds | None, count: float) -> Seconds | None:
     return None if seconds is None else {limit: count * value for limit, value in seconds.items()}
 
 
-def denoise(
-    model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target, past: int
-) -> Phase:
-    """The steps. wish: the residency, None for as many layers as fit. past: predictions that the solver keeps."""
+def denoise(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
+    """The steps. wish: the residency, None for as many layers as fit."""
     shape = request.width, request.height, request.frames, request.branches
     place = (*shape, dtype, target.mesh)
     layers: list[tuple[Program, Any]] = []  # the program of one, where it has been compiled
@@ -153,6 +160,7 @@ def denoise(
         seconds = by_operations(model.flops(*shape, dtype)["step"], target)
         program = Program(device_bytes=needs.total(residency), seconds=seconds, compile_seconds=None, how="modelled")
     elif residency == RESIDENT and not apart(target.mesh, dtype):
+        past = request.sampler.table().past
         step = functools.partial(model.lower_step, *shape, past, dtype, target.mesh)
         program, _ = compiled(step, target)
     else:
@@ -176,6 +184,7 @@ def denoise(
         seconds=times(step_seconds, request.sampler.steps),
         compile_seconds=program.compile_seconds,
         how=program.how,
+        unknown=program.unknown,
     )
 
 
@@ -233,6 +242,7 @@ def encode_text(
         seconds=times(seconds, request.branches),
         compile_seconds=program.compile_seconds,
         how=program.how,
+        unknown=program.unknown,
     )
 
 
@@ -257,6 +267,7 @@ def decode(model: Architecture, request: Request, target: Target, full: bool) ->
         seconds=times(program.seconds, latent_frames),
         compile_seconds=program.compile_seconds,
         how=program.how,
+        unknown=program.unknown,
     )
 
 

@@ -1,0 +1,324 @@
+"""Whether a video fits on devices and how long it takes, before any of them is rented."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vidax import __version__
+from vidax.engine.request import Request
+from vidax.engine.residency import gb
+from vidax.errors import UserError
+from vidax.models.interface import Architecture
+from vidax.models.registry import Card
+from vidax.parallel import mesh as meshes
+from vidax.parallel.mesh import MeshShape
+from vidax.planner.chips import Topology, chip_of, devices, parse_topology
+from vidax.planner.phases import LIMITS, Phase, Target, decode, denoise, encode_text
+from vidax.weights.memory import USABLE, device_budget
+from vidax.weights.residency import Residency
+
+SEARCHED = 3  # meshes that a search compiles
+NOTEWORTHY = 0.97  # of the chosen mesh's time, below which another is recommended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a video takes on devices. mesh and residency: as `generate` would choose them, or as given.
+
+    limit_bytes: of each device, None where nothing says. others: further meshes that were compiled.
+    advice: what would help, or what else to know.
+    """
+
+    model: str
+    request: Request
+    dtype: str
+    topology: str
+    chips: int
+    mesh: MeshShape
+    mesh_origin: str
+    residency_origin: str
+    phases: tuple[Phase, ...]
+    limit_bytes: int | None
+    others: tuple["Plan", ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> Phase:
+        return next(phase for phase in self.phases if phase.name == "denoise")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(phase.device_bytes for phase in self.phases)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every phase fits on a device; None where nothing bounds it."""
+        return None if self.limit_bytes is None else self.peak_bytes <= USABLE * self.limit_bytes
+
+    @property
+    def step_seconds(self) -> float | None:
+        total = self.step.total_seconds
+        return None if total is None else total / self.step.runs
+
+    @property
+    def total_seconds(self) -> float | None:
+        """From the text to the last frame, without loading and compiling."""
+        seconds = [phase.total_seconds for phase in self.phases]
+        return None if None in seconds else sum(value for value in seconds if value is not None)
+
+    def cost(self, price_per_chip_hour: float) -> float | None:
+        """Of one video."""
+        return None if self.total_seconds is None else price_per_chip_hour * self.chips * self.total_seconds / 3600
+
+    def as_json(self, price_per_chip_hour: float | None = None) -> dict[str, Any]:
+        settings = self.request.settings()
+        found: dict[str, Any] = {
+            "model": self.model,
+            **{name: settings[name] for name in ("size", "frames", "steps", "guidance_scale", "solver")},
+            "dtype": self.dtype,
+            "topology": self.topology,
+            "chips": self.chips,
+            "mesh": str(self.mesh),
+            "mesh_origin": self.mesh_origin,
+            "residency": str(self.step.residency),
+            "residency_origin": self.residency_origin,
+            "fits": self.fits,
+            "peak_device_gb": in_gb(self.peak_bytes),
+            "limit_gb": None if self.limit_bytes is None else in_gb(self.limit_bytes),
+            "step_seconds": rounded(self.step_seconds),
+            "total_seconds": rounded(self.total_seconds),
+            "phases": [described(phase) for phase in self.phases],
+            "others": [
+                {
+                    "mesh": str(plan.mesh),
+                    "residency": str(plan.step.residency),
+                    "fits": plan.fits,
+                    "peak_device_gb": in_gb(plan.peak_bytes),
+                    "step_seconds": rounded(plan.step_seconds),
+                }
+                for plan in self.others
+            ],
+            "advice": list(self.advice),
+            "versions": versions(),
+        }
+        if price_per_chip_hour is not None:
+            cost = self.cost(price_per_chip_hour)
+            found["cost_per_clip"] = None if cost is None else round(cost, 4)
+        return found
+
+
+def described(phase: Phase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "residency": str(phase.residency),
+        "device_gb": in_gb(phase.device_bytes),
+        "weights_gb": in_gb(phase.weights_bytes),
+        "host_gb": in_gb(phase.host_bytes),
+        "runs": phase.runs,
+        "seconds": rounded(phase.total_seconds),
+        "seconds_by": None
+        if phase.seconds is None
+        else {limit: rounded(phase.seconds[limit]) for limit in LIMITS if phase.seconds.get(limit)},
+        "bound": phase.bound,
+        "compile_seconds": phase.compile_seconds,
+        "known_as": phase.how,
+        "not_estimated": list(phase.unknown),
+    }
+
+
+def in_gb(count: int) -> float:
+    return round(count / 1e9, 4)
+
+
+def rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{seconds:.4g}")
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"vidax": __version__, "jax": jax.__version__}
+    try:
+        return found | {"libtpu": metadata.version("libtpu")}
+    except metadata.PackageNotFoundError:
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """Devices to plan for: those of a TPU slice that need not be here, or those that are.
+
+    limit_bytes: memory of each device, None where nothing says.
+    """
+
+    name: str
+    devices: list[jax.Device]
+    topology: Topology | None
+    limit_bytes: int | None
+    compiles: bool
+
+    @property
+    def chips(self) -> int:
+        per_chip = self.topology.chip.devices_per_chip if self.topology else 1
+        return max(1, len(self.devices) // per_chip)
+
+
+def there(name: str) -> Site:
+    """A TPU slice by its name. Raises UserError for an unknown one, or where libtpu is not installed."""
+    topology = parse_topology(name)
+    return Site(
+        name=name,
+        devices=devices(topology),
+        topology=topology,
+        limit_bytes=topology.chip.memory_bytes,
+        compiles=True,
+    )
+
+
+def here(memory_limit: float | None = None) -> Site:
+    """The devices of this machine."""
+    found = meshes.default_devices()
+    mesh = meshes.make(MeshShape(seq=len(found)), found)
+    chip, count = chip_of(found[0]), len(found)
+    slices = {} if chip is None else {slice.devices: slice for slice in chip.slices.values()}
+    budget = device_budget(mesh, memory_limit)
+    return Site(
+        name=f"{count} x {found[0].device_kind}",
+        devices=list(found),
+        topology=slices.get(count),
+        limit_bytes=None if budget is None else math.ceil(budget / USABLE),
+        compiles=True,
+    )
+
+
+def make(
+    card: Card,
+    model: Architecture,
+    request: Request,
+    site: Site,
+    *,
+    dtype: str = "bfloat16",
+    mesh: MeshShape | None = None,
+    residency: Residency | None = None,
+    full: bool = False,
+    search: bool = True,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Plan:
+    """The plan of a request.
+
+    mesh, residency: as in `vidax.load`; None is what `generate` would choose. full: compile the text encoder's and the
+    autoencoder's programs too, instead of taking them from the table. search: without a mesh, also compile the most
+    promising others. say: told what is being done.
+    """
+    chosen = mesh or meshes.choose(len(site.devices), model.dit.heads, request.branches)
+    plan = _for_mesh(card, model, request, site, dtype, chosen, mesh is not None, residency, full, say)
+    others = []
+    if mesh is None and search and site.compiles and len(site.devices) > 1:
+        for shape in promising(model, request, site, dtype, chosen)[: SEARCHED - 1]:
+            others.append(_for_mesh(card, model, request, site, dtype, shape, False, residency, False, say))
+    others.sort(key=lambda other: (not other.fits, other.step_seconds or math.inf))
+    return dataclasses.replace(plan, others=tuple(others), advice=(*advise(plan, others), *plan.advice))
+
+
+def _for_mesh(
+    card: Card,
+    model: Architecture,
+    request: Request,
+    site: Site,
+    dtype: str,
+    shape: MeshShape,
+    given: bool,
+    residency: Residency | None,
+    full: bool,
+    say: Callable[[str], None],
+) -> Plan:
+    if shape.data > request.branches:
+        raise UserError(
+            f"mesh {shape}: data={shape.data}, but a video is denoised in {request.branches} "
+            f"branch{'es' if request.branches > 1 else ''}; give the other devices to seq"
+        )
+    target = Target(
+        mesh=meshes.make(shape, site.devices),
+        topology=site.topology,
+        budget=None if site.limit_bytes is None else int(USABLE * site.limit_bytes),
+        compiles=site.compiles,
+    )
+    kind = jnp.dtype(dtype)
+    say(f"{site.name}, {shape}: compiling a denoising step")
+    step = denoise(model, request, residency, kind, target)
+    text = encode_text(model, request, residency, kind, target, full)
+    frames = decode(model, request, target, full)
+    plan = Plan(
+        model=card.name,
+        request=request,
+        dtype=dtype,
+        topology=site.name,
+        chips=site.chips,
+        mesh=shape,
+        mesh_origin="given" if given else "auto",
+        residency_origin="auto" if residency is None else "given",
+        phases=(text, step, frames),
+        limit_bytes=site.limit_bytes,
+    )
+    return plan if plan.fits is not False else dataclasses.replace(plan, advice=(way_out(plan, model, target),))
+
+
+def promising(model: Architecture, request: Request, site: Site, dtype: str, chosen: MeshShape) -> list[MeshShape]:
+    """Other meshes of all devices that the model allows, most promising first by what devices send each other in a
+    layer: tokens that are exchanged, weights that are gathered, sums over `tensor` in float32.
+    """
+    count, heads = len(site.devices), model.dit.heads
+    length, _, _ = model.attention_shape(request.width, request.height, request.frames)
+    width, found = model.dit.dim, []
+    layer = model.footprint(
+        request.width, request.height, request.frames, request.branches, jnp.dtype(dtype),
+        meshes.make(MeshShape(), site.devices),
+    ).layer  # fmt: skip
+    for data in (1, 2)[: request.branches]:
+        for tensor in (t for t in range(1, count + 1) if heads % t == 0 and count % (data * t) == 0):
+            seq = count // (data * tensor)
+            rows = request.branches / data * length / seq  # of tokens on a device
+            exchanged = 2 * 4 * rows * width / tensor * (seq > 1)
+            gathered = layer / tensor * (seq - 1) / seq
+            summed = 2 * 2 * 4 * rows * width * (tensor > 1)
+            shape = MeshShape(data=data, seq=seq, tensor=tensor)
+            if shape != chosen:
+                found.append((exchanged + gathered + summed, shape))
+    return [shape for _, shape in sorted(found, key=lambda pair: pair[0])]
+
+
+def advise(plan: Plan, others: list[Plan]) -> list[str]:
+    """What else was found."""
+    fitting = [other for other in others if other.fits is not False and other.step_seconds]
+    if not fitting:
+        return []
+    best, own = fitting[0], plan.step_seconds
+    if plan.fits is False:
+        return [f"--mesh {best.mesh} fits, with {best.step.residency} layers: {gb(best.peak_bytes)} of each device"]
+    if own and best.step_seconds and best.step_seconds < NOTEWORTHY * own:
+        return [f"--mesh {best.mesh} takes {1 - best.step_seconds / own:.0%} less time a step by this estimate"]
+    return []
+
+
+def way_out(plan: Plan, model: Architecture, target: Target) -> str:
+    """The nearest change that would fit, for the phase that takes most."""
+    request, budget = plan.request, target.budget
+    assert budget is not None
+    worst = max(plan.phases, key=lambda phase: phase.device_bytes)
+    over = f"{worst.name} takes {gb(worst.device_bytes)} of each device, {gb(worst.device_bytes - budget)} too much; "
+    if worst.name == "decode":
+        share = (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes)
+        more = math.ceil(len(target.mesh.devices.flat) / share)
+        return f"{over}{more} devices would hold it, or a size of at most {share:.0%} of the pixels"
+    if worst.residency.resident:
+        return f"{over}leave out --residency, or say streamed"
+    own = worst.device_bytes - worst.weights_bytes
+    share = max(0.0, (budget - worst.weights_bytes) / own)
+    multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]
+    frames = (max(1, int(latent * share)) - 1) * multiple + 1
+    more = math.ceil(len(target.mesh.devices.flat) / share) if share else 0
+    return f"{over}{frames} frames would fit, by their share" + (f", or {more} devices in seq" if share else "")
