@@ -179,7 +179,7 @@ def denoise(model: Architecture, request: Request, wish: Residency | None, dtype
         residency=residency,
         device_bytes=program.device_bytes,
         weights_bytes=weights,
-        host_bytes=streamed * needs.layer * len(target.mesh.devices.flat),
+        host_bytes=streamed * needs.layer * target.mesh.size,
         runs=request.sampler.steps,
         seconds=times(step_seconds, request.sampler.steps),
         compile_seconds=program.compile_seconds,
@@ -208,36 +208,26 @@ def device_weights(specs: Any, mesh: Mesh) -> int:
     return split_bytes(kept, placement(mesh))
 
 
-def encode_text(
-    model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target, full: bool
-) -> Phase:
+def encode_text(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
     """The texts of a request, one after the other."""
-    rough = model.text_footprint(dtype, target.mesh)
-    needs = with_activations(rough)
+    needs = with_activations(model.text_footprint(dtype, target.mesh))
     residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
     streamed = needs.layers - residency.count(needs.layers)
-    weights = device_weights(model.specs(dtype)["text_encoder"], target.mesh)
-    key = Key("text", digest(model.specs(dtype)["text_encoder"]), 512, target)
-    program = None if full else known(key, weights)
-    if program is None and target.compiles and not apart(target.mesh, dtype) and not streamed:
+    if target.compiles and not streamed and not apart(target.mesh, dtype):
         program, _ = compiled(functools.partial(model.lower_text, dtype, target.mesh), target)
-    if program is None or streamed:
-        flops = model.flops(request.width, request.height, 1, 1, dtype)["text"]
-        program = Program(
-            device_bytes=needs.total(residency),
-            seconds=by_operations(flops, target),
-            compile_seconds=None,
-            how="modelled",
-        )
-    seconds = program.seconds
-    if seconds is not None and streamed:
-        seconds = seconds | {"host link": exposed(sum(seconds.values()), needs, streamed, target)}
+        seconds = program.seconds
+    else:
+        seconds = by_operations(model.flops(request.width, request.height, 1, 1, dtype)["text"], target)
+        if seconds is not None:
+            seconds = seconds | {"host link": exposed(sum(seconds.values()), needs, streamed, target)}
+        program = Program(device_bytes=needs.total(residency), seconds=None, compile_seconds=None, how="modelled")
+    weights = device_weights(model.specs(dtype)["text_encoder"], target.mesh)
     return Phase(
         name="encode text",
         residency=residency,
         device_bytes=program.device_bytes,
         weights_bytes=weights - streamed * needs.layer,
-        host_bytes=streamed * needs.layer * len(target.mesh.devices.flat),
+        host_bytes=streamed * needs.layer * target.mesh.size,
         runs=request.branches,
         seconds=times(seconds, request.branches),
         compile_seconds=program.compile_seconds,
@@ -247,13 +237,15 @@ def encode_text(
 
 
 def decode(model: Architecture, request: Request, target: Target, full: bool) -> Phase:
-    """The latent frames, one after the other."""
+    """The latent frames, one after the other. Its program takes minutes to compile at full size: without `full` it is
+    looked up in the table, if its network is there.
+    """
     specs = model.specs(jnp.float32)["decoder"]
     weights = device_weights(specs, target.mesh)
-    key = Key("decode", digest(specs), request.width * request.height, target)
-    program = None if full else known(key, weights)
+    program = None if full else known(digest(specs), request.width * request.height, weights, target)
     if program is None and target.compiles:
-        program, _ = compiled(functools.partial(model.lower_decode, request.width, request.height, target.mesh), target)
+        lower = functools.partial(model.lower_decode, request.width, request.height, target.mesh)
+        program, _ = compiled(lower, target)
     if program is None:
         program = Program(device_bytes=weights, seconds=None, compile_seconds=None, how="weights alone")
     latent_frames = model.latent_shape(request.width, request.height, request.frames)[0]
@@ -271,16 +263,6 @@ def decode(model: Architecture, request: Request, target: Target, full: bool) ->
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """A program of the table: what it computes, for how many pixels (of text: tokens), and for which devices."""
-
-    program: str
-    config: str
-    pixels: int
-    target: Target
-
-
 def digest(specs: Any) -> str:
     """Of what a network is: the shapes and dtypes of its parameters."""
     shapes = [(name, spec.shape, str(jnp.dtype(spec.dtype))) for name, spec in named_leaves(specs)]
@@ -289,33 +271,33 @@ def digest(specs: Any) -> str:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Programs compiled beforehand; `benchmarks/plan_table.py` writes it."""
+    """Decoders compiled beforehand; `benchmarks/plan_table.py` writes it."""
     return json.loads((resources.files("vidax.planner") / "programs.json").read_text())
 
 
-def known(key: Key, weights: int) -> Program | None:
-    """The row of the table for a program, or the nearest one scaled by the pixels of a device; None where there is
-    none of this network, or the chip is not known.
+def known(network: str, pixels: int, weights: int, target: Target) -> Program | None:
+    """The row of the table for a decoder of frames of so many pixels, or the nearest one scaled by the pixels of a
+    device; None where this network is not in it, or the chip is not known.
     """
-    chip, devices = key.target.chip, key.target.mesh.size
-    rows = [row for row in table()["rows"] if (row["program"], row["config"]) == (key.program, key.config)]
-    if chip is None or not rows:
+    rows = [row for row in table()["rows"] if row["network"] == network]
+    if target.chip is None or not rows:
         return None
+    chip, share = target.chip, pixels / target.mesh.size
 
     def ratio(row: Mapping[str, Any]) -> float:
-        return key.pixels / devices / (row["pixels"] / row["devices"])
+        return share / (row["pixels"] / row["devices"])
 
-    def distance(row: Mapping[str, Any]) -> tuple[bool, float]:
-        return row["chip"] != chip.name, max(ratio(row), 1 / ratio(row))
+    def distance(row: Mapping[str, Any]) -> tuple[float, bool]:
+        return max(ratio(row), 1 / ratio(row)), row["chip"] != chip.name
 
     row = min(rows, key=distance)
-    exact = row["chip"] == chip.name and row["devices"] == devices and row["pixels"] == key.pixels
-    share = ratio(row)
+    exact = (row["chip"], row["devices"], row["pixels"]) == (chip.name, target.mesh.size, pixels)
     slower = chips()[row["chip"]].flops / chip.flops
     own = row["device_bytes"] - row["weights_bytes"]
     return Program(
-        device_bytes=weights + round(own * share),
-        seconds=times(row["seconds"], share * slower),
+        device_bytes=weights + round(own * ratio(row)),
+        seconds=times(row["seconds"], ratio(row) * slower),
         compile_seconds=None,
         how="table" if exact else "modelled",
+        unknown=tuple(row["unknown"]),
     )

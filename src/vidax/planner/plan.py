@@ -210,8 +210,8 @@ def make(
 ) -> Plan:
     """The plan of a request.
 
-    mesh, residency: as in `vidax.load`; None is what `generate` would choose. full: compile the text encoder's and the
-    autoencoder's programs too, instead of taking them from the table. search: without a mesh, also compile the most
+    mesh, residency: as in `vidax.load`; None is what `generate` would choose. full: compile the
+    autoencoder's program too, instead of looking it up. search: without a mesh, also compile the most
     promising others. say: told what is being done.
     """
     chosen = mesh or meshes.choose(len(site.devices), model.dit.heads, request.branches)
@@ -250,7 +250,7 @@ def _for_mesh(
     kind = jnp.dtype(dtype)
     say(f"{site.name}, {shape}: compiling a denoising step")
     step = denoise(model, request, residency, kind, target)
-    text = encode_text(model, request, residency, kind, target, full)
+    text = encode_text(model, request, residency, kind, target)
     frames = decode(model, request, target, full)
     plan = Plan(
         model=card.name,

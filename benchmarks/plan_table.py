@@ -1,0 +1,72 @@
+"""Write the planner's table of decoders (src/vidax/planner/programs.json): compiled at full size, minutes each.
+
+    python benchmarks/plan_table.py                 # every case that the table does not have in these versions
+    python benchmarks/plan_table.py --only v5e-1    # cases that contain this text
+
+Rows of other versions of JAX and libtpu are dropped.
+"""
+
+import argparse
+import functools
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
+
+import jax.numpy as jnp
+
+from vidax.models.locate import describe
+from vidax.parallel import mesh as meshes
+from vidax.parallel.mesh import MeshShape
+from vidax.planner import phases, plan
+
+FILE = Path(phases.__file__).with_name("programs.json")
+MODEL = "wan2.1-t2v-14b"  # whose autoencoder all of Wan 2.1 share
+CASES = (
+    ("v5e-1", (1280, 720)),
+    ("v4-8", (1280, 720)),
+    ("v6e-1", (1280, 720)),
+    ("v5e-8", (1280, 720)),
+    ("v6e-8", (1280, 720)),
+    ("v4-8", (832, 480)),
+    ("v5e-8", (832, 480)),
+    ("v6e-1", (832, 480)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    held = json.loads(FILE.read_text())
+    rows = held["rows"] if held["versions"] == plan.versions() else []
+    _, model = describe(MODEL)
+    specs = model.specs(jnp.float32)["decoder"]
+    for name, (width, height) in CASES:
+        site = plan.there(name)
+        assert site.topology is not None
+        chip, count = site.topology.chip, len(site.devices)
+        key = {"network": phases.digest(specs), "pixels": width * height, "chip": chip.name, "devices": count}
+        if arguments.only not in f"{name} {width}x{height}" or any(key.items() <= row.items() for row in rows):
+            continue
+        mesh = meshes.make(MeshShape(seq=count), site.devices)
+        target = phases.Target(mesh=mesh, topology=site.topology, budget=None, compiles=True)
+        program, _ = phases.compiled(functools.partial(model.lower_decode, width, height, mesh), target)
+        rows.append(
+            key
+            | {
+                "weights_bytes": phases.device_weights(specs, mesh),
+                "device_bytes": program.device_bytes,
+                "seconds": program.seconds,
+                "compile_seconds": program.compile_seconds,
+                "unknown": list(program.unknown),
+            }
+        )
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        FILE.write_text(f'{{"versions": {json.dumps(plan.versions())}, "rows": [\n  {lines}\n]}}\n')
+        print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
