@@ -132,6 +132,8 @@ def devices(topology: Topology) -> list[jax.Device]:
     # Read when libtpu is loaded, which is below at the earliest.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server is asked where there is no TPU
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs on one
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")  # whatever it is: without, libtpu looks for one aloud
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # the same
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"topology {topology.name!r}: libtpu, which compiles for TPUs, is not installed; "
