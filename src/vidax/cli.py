@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vidax.engine.engine import Engine
     from vidax.engine.jobs import Wish
 
-COMMANDS = ("generate", "models", "check", "convert", "cache")
+COMMANDS = ("generate", "plan", "models", "check", "convert", "cache")
 
 # Flags that are fields of a request. A run's seeds make several requests, and its size has three flags.
 REQUEST_FIELDS = (
@@ -111,6 +111,35 @@ def parser() -> Parser:
     )
     make.add_argument("--quiet", action="store_true", help="say nothing but errors")
     make.add_argument("--json", action="store_true", help="print the metadata on stdout; of many jobs, one a line")
+
+    ahead = commands.add_parser(
+        "plan",
+        help="whether a video fits on a TPU slice and how long it takes, without either",
+        description="Compiles the programs of a video for devices that need not be here. Exits with 0 if it fits on "
+        "all of them, with 1 if not.",
+        allow_abbrev=False,
+    )
+    ahead.set_defaults(run=plan)
+    ahead.add_argument("model", metavar="MODEL", help="a model's name, of which no file is needed, or its folder")
+    ahead.add_argument("--topology", nargs="+", metavar="NAME", help="slices or grids, as in v4-8, v5e:2x4")
+    ahead.add_argument("--here", action="store_true", help="the devices of this machine")
+    ahead.add_argument("--size", type=size, metavar="WxH")
+    ahead.add_argument("--frames", "--num-frames", type=int, metavar="N")
+    ahead.add_argument("--steps", "--num-inference-steps", type=int, metavar="N")
+    ahead.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off, and halves the work")
+    ahead.add_argument("--solver", metavar="unipc|euler")
+    ahead.add_argument("--dtype", default="bfloat16", metavar="bfloat16|float32", help="(bfloat16)")
+    ahead.add_argument("--mesh", default="auto", metavar="AXIS=N,...", help="(auto: others are tried too)")
+    ahead.add_argument("--residency", default="auto", metavar="auto|...", help="resident, streamed, mixed:r/g (auto)")
+    ahead.add_argument("--memory-limit", type=float, metavar="GB", help="of each device, at most")
+    ahead.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, with --here")
+    ahead.add_argument("--full", action="store_true", help="compile the autoencoder too: minutes at full size")
+    ahead.add_argument("--price-per-chip-hour", type=float, metavar="P", help="also say what a clip costs")
+    ahead.add_argument("--plot", metavar="FILE", help="also draw it, as a PNG")
+    ahead.add_argument("--overwrite", action="store_true", help="replace an existing picture")
+    ahead.add_argument("--again", action="store_true", help="do not take a plan that was made before")
+    ahead.add_argument("--json", action="store_true", help="print a list of plans")
+    ahead.add_argument("--quiet", action="store_true", help="say nothing but the plan and errors")
 
     cards = commands.add_parser("models", help="list the models", allow_abbrev=False)
     cards.set_defaults(run=models)
@@ -312,6 +341,44 @@ def chosen_size(arguments: argparse.Namespace, default: tuple[int, int]) -> tupl
     if arguments.size is not None:
         raise UserError("give either --size or --width and --height")
     return default[0] if width is None else width, default[1] if height is None else height
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Plans for one model on one or more slices. Nothing is run on any device."""
+    from vidax import terminal
+    from vidax.media.files import claim_output
+    from vidax.planner import show
+    from vidax.planner.command import Wanted, plans
+
+    if arguments.plot is not None:
+        claim_output(arguments.plot, overwrite=arguments.overwrite)
+    use_devices(arguments)
+    fields = {name: getattr(arguments, name) for name in ("size", "frames", "steps", "guidance_scale", "solver")}
+    wanted = Wanted(
+        model=arguments.model,
+        fields=fields,
+        topologies=tuple(arguments.topology or ()),
+        here=arguments.here,
+        dtype=arguments.dtype,
+        mesh=arguments.mesh,
+        residency=arguments.residency,
+        memory_limit=arguments.memory_limit,
+        full=arguments.full,
+        again=arguments.again,
+        price_per_chip_hour=arguments.price_per_chip_hour,
+    )
+    found = []
+    for made in plans(wanted, (lambda _: None) if arguments.quiet else terminal.say):
+        found.append(made)
+        if not arguments.json:
+            print(show.text(made), end="\n\n", flush=True)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    if arguments.plot is not None:
+        picture = show.plot(found, Path(arguments.plot), overwrite=arguments.overwrite)
+        if not arguments.quiet:
+            terminal.say(f"vidax: {picture}")
+    return 1 if any(made["fits"] is False for made in found) else 0
 
 
 def models(arguments: argparse.Namespace) -> None:

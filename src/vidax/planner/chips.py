@@ -124,6 +124,11 @@ def parse_topology(text: str) -> Topology:
     return Topology(text, chip, grid, count * chip.devices_per_chip)
 
 
+def has_libtpu() -> bool:
+    """Whether the compiler for TPUs is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
 def devices(topology: Topology) -> list[jax.Device]:
     """The devices of a topology as libtpu describes them, to compile for; nothing runs on them.
 
@@ -134,7 +139,7 @@ def devices(topology: Topology) -> list[jax.Device]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs on one
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")  # whatever it is: without, libtpu looks for one aloud
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # the same
-    if importlib.util.find_spec("libtpu") is None:
+    if not has_libtpu():
         raise UserError(
             f"topology {topology.name!r}: libtpu, which compiles for TPUs, is not installed; "
             "pip install 'vidax[plan]' brings it"

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
 
 from vidax import __version__
 from vidax.engine.request import Request
@@ -15,8 +16,8 @@ from vidax.errors import UserError
 from vidax.models.interface import Architecture
 from vidax.models.registry import Card
 from vidax.parallel import mesh as meshes
-from vidax.parallel.mesh import MeshShape
-from vidax.planner.chips import Topology, chip_of, devices, parse_topology
+from vidax.parallel.mesh import AXES, MeshShape
+from vidax.planner.chips import Topology, chip_of, devices, has_libtpu, parse_topology
 from vidax.planner.phases import LIMITS, Phase, Target, decode, denoise, encode_text
 from vidax.weights.memory import USABLE, device_budget
 from vidax.weights.residency import Residency
@@ -70,13 +71,9 @@ class Plan:
         seconds = [phase.total_seconds for phase in self.phases]
         return None if None in seconds else sum(value for value in seconds if value is not None)
 
-    def cost(self, price_per_chip_hour: float) -> float | None:
-        """Of one video."""
-        return None if self.total_seconds is None else price_per_chip_hour * self.chips * self.total_seconds / 3600
-
-    def as_json(self, price_per_chip_hour: float | None = None) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         settings = self.request.settings()
-        found: dict[str, Any] = {
+        return {
             "model": self.model,
             **{name: settings[name] for name in ("size", "frames", "steps", "guidance_scale", "solver")},
             "dtype": self.dtype,
@@ -105,10 +102,6 @@ class Plan:
             "advice": list(self.advice),
             "versions": versions(),
         }
-        if price_per_chip_hour is not None:
-            cost = self.cost(price_per_chip_hour)
-            found["cost_per_clip"] = None if cost is None else round(cost, 4)
-        return found
 
 
 def described(phase: Phase) -> dict[str, Any]:
@@ -152,31 +145,53 @@ def versions() -> dict[str, str]:
 class Site:
     """Devices to plan for: those of a TPU slice that need not be here, or those that are.
 
-    limit_bytes: memory of each device, None where nothing says.
+    devices: None where none can be described, which is without libtpu. limit_bytes: memory of each, None where
+    nothing says.
     """
 
     name: str
-    devices: list[jax.Device]
+    devices: list[jax.Device] | None
+    count: int
     topology: Topology | None
     limit_bytes: int | None
-    compiles: bool
+
+    @property
+    def compiles(self) -> bool:
+        return self.devices is not None
 
     @property
     def chips(self) -> int:
         per_chip = self.topology.chip.devices_per_chip if self.topology else 1
-        return max(1, len(self.devices) // per_chip)
+        return max(1, self.count // per_chip)
+
+    def mesh(self, shape: MeshShape) -> Any:
+        """A mesh of the devices, or of as many that nobody describes."""
+        if self.devices is not None:
+            return meshes.make(shape, self.devices)
+        if shape.devices > self.count:
+            raise UserError(f"mesh {shape} has {shape.devices} devices, and {self.name} has {self.count}")
+        return AbstractMesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def there(name: str) -> Site:
-    """A TPU slice by its name. Raises UserError for an unknown one, or where libtpu is not installed."""
+def there(name: str, memory_limit: float | None = None) -> Site:
+    """A TPU slice by its name; without libtpu its devices are not described. Raises UserError for an unknown one."""
     topology = parse_topology(name)
     return Site(
         name=name,
-        devices=devices(topology),
+        devices=devices(topology) if has_libtpu() else None,
+        count=topology.devices,
         topology=topology,
-        limit_bytes=topology.chip.memory_bytes,
-        compiles=True,
+        limit_bytes=min(topology.chip.memory_bytes, limit(memory_limit)),
     )
+
+
+def limit(memory_limit: float | None) -> int:
+    """Bytes of the memory of a device that leave a limit in GB usable; more than any has without one."""
+    if memory_limit is None:
+        return 2**62
+    if not memory_limit > 0:
+        raise UserError(f"memory limit {memory_limit} GB: give the GB of each device that may be used, as in 14.5")
+    return math.ceil(memory_limit * 1e9 / USABLE)
 
 
 def here(memory_limit: float | None = None) -> Site:
@@ -189,13 +204,13 @@ def here(memory_limit: float | None = None) -> Site:
     return Site(
         name=f"{count} x {found[0].device_kind}",
         devices=list(found),
+        count=count,
         topology=slices.get(count),
         limit_bytes=None if budget is None else math.ceil(budget / USABLE),
-        compiles=True,
     )
 
 
-def make(
+def make_plan(
     card: Card,
     model: Architecture,
     request: Request,
@@ -214,10 +229,10 @@ def make(
     autoencoder's program too, instead of looking it up. search: without a mesh, also compile the most
     promising others. say: told what is being done.
     """
-    chosen = mesh or meshes.choose(len(site.devices), model.dit.heads, request.branches)
+    chosen = mesh or meshes.choose(site.count, model.dit.heads, request.branches)
     plan = _for_mesh(card, model, request, site, dtype, chosen, mesh is not None, residency, full, say)
     others = []
-    if mesh is None and search and site.compiles and len(site.devices) > 1:
+    if mesh is None and search and site.compiles and site.count > 1:
         for shape in promising(model, request, site, dtype, chosen)[: SEARCHED - 1]:
             others.append(_for_mesh(card, model, request, site, dtype, shape, False, residency, False, say))
     others.sort(key=lambda other: (not other.fits, other.step_seconds or math.inf))
@@ -242,13 +257,13 @@ def _for_mesh(
             f"branch{'es' if request.branches > 1 else ''}; give the other devices to seq"
         )
     target = Target(
-        mesh=meshes.make(shape, site.devices),
+        mesh=site.mesh(shape),
         topology=site.topology,
         budget=None if site.limit_bytes is None else int(USABLE * site.limit_bytes),
         compiles=site.compiles,
     )
     kind = jnp.dtype(dtype)
-    say(f"{site.name}, {shape}: compiling a denoising step")
+    say(f"{site.name}, {shape}: " + ("compiling" if site.compiles else "estimating, without libtpu"))
     step = denoise(model, request, residency, kind, target)
     text = encode_text(model, request, residency, kind, target)
     frames = decode(model, request, target, full)
@@ -271,12 +286,12 @@ def promising(model: Architecture, request: Request, site: Site, dtype: str, cho
     """Other meshes of all devices that the model allows, most promising first by what devices send each other in a
     layer: tokens that are exchanged, weights that are gathered, sums over `tensor` in float32.
     """
-    count, heads = len(site.devices), model.dit.heads
+    count, heads = site.count, model.dit.heads
     length, _, _ = model.attention_shape(request.width, request.height, request.frames)
     width, found = model.dit.dim, []
     layer = model.footprint(
         request.width, request.height, request.frames, request.branches, jnp.dtype(dtype),
-        meshes.make(MeshShape(), site.devices),
+        site.mesh(MeshShape()),
     ).layer  # fmt: skip
     for data in (1, 2)[: request.branches]:
         for tensor in (t for t in range(1, count + 1) if heads % t == 0 and count % (data * t) == 0):

@@ -1,0 +1,105 @@
+"""A plan as text and as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from vidax.errors import UserError
+from vidax.media.files import AtomicFile, sentences
+
+WIDTH = 13
+COLOURS = {"matrix units": "#3b6ea5", "memory": "#9cb86a", "links": "#d9a441", "host link": "#b5533c"}
+
+
+def cost(plan: dict[str, Any], price_per_chip_hour: float) -> float | None:
+    """Of one clip, without loading and compiling."""
+    seconds = plan["total_seconds"]
+    return None if seconds is None else round(price_per_chip_hour * plan["chips"] * seconds / 3600, 4)
+
+
+def text(plan: dict[str, Any]) -> str:
+    """A plan for people, `Plan.as_json` given."""
+    lines = [
+        f"{plan['model']}: {plan['size']}, {plan['frames']} frames, {plan['steps']} steps of {plan['solver']}, "
+        f"guidance {plan['guidance_scale']:g}, {plan['dtype']}, on {plan['topology']}"
+        + (f" ({plan['chips']} chips)" if plan["chips"] > 1 else ""),
+        f"  mesh       {plan['mesh']} ({plan['mesh_origin']})",
+        f"  residency  {plan['residency']} ({plan['residency_origin']})",
+        "",
+        f"  {'phase':{WIDTH}} {'GB of each':>10} {'on the host':>11} {'seconds':>9}  {'bound by':13} known as",
+    ]
+    for phase in plan["phases"]:
+        how = phase["known_as"]
+        if phase["compile_seconds"] is not None:
+            how += f" in {phase['compile_seconds']:g} s"
+        if phase["name"] == "denoise" and plan["step_seconds"] is not None:
+            how += f"; {plan['step_seconds']:.4g} s a step"
+        lines.append(
+            f"  {phase['name']:{WIDTH}} {phase['device_gb']:10.2f} {phase['host_gb']:11.2f} "
+            f"{number(phase['seconds']):>9}  {phase['bound'] or '-':13} {how}"
+        )
+    lines += [
+        f"  {'in all':{WIDTH}} {plan['peak_device_gb']:10.2f} {'':11} {number(plan['total_seconds']):>9}",
+        "",
+        f"  {verdict(plan)}",
+    ]
+    if "cost_per_clip" in plan:
+        lines.append(f"  a clip costs {number(plan['cost_per_clip'])}")
+    for other in plan["others"]:
+        lines.append(
+            f"  also       {other['mesh']}, {other['residency']}: {number(other['step_seconds'])} s a step, "
+            f"{other['peak_device_gb']:.2f} GB" + ("" if other["fits"] is not False else ", does not fit")
+        )
+    lines += [f"  note       {sentence}" for sentence in plan["advice"]]
+    return "\n".join(lines)
+
+
+def verdict(plan: dict[str, Any]) -> str:
+    peak, limit = plan["peak_device_gb"], plan["limit_gb"]
+    if plan["fits"] is None:
+        return f"takes {peak:.2f} GB; how much there is nothing says"
+    if plan["fits"]:
+        return f"fits: {peak:.2f} of {limit:.2f} GB of each device"
+    return f"does not fit: {peak:.2f} GB where each device has {limit:.2f} GB"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def plot(plans: list[dict[str, Any]], path: Path, *, overwrite: bool) -> Path:
+    """A picture: memory of each phase against the limit, and seconds of each by what they are spent on; a row for each
+    plan. Raises UserError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"{path}: a picture takes matplotlib; pip install 'vidax[plan]' brings it") from None
+    figure = Figure(figsize=(11, 2.6 * len(plans)), layout="constrained")
+    rows = figure.subplots(len(plans), 2, squeeze=False)
+    for (memory, time), plan in zip(rows, plans, strict=True):
+        names = [phase["name"] for phase in plan["phases"]]
+        own = [phase["device_gb"] - phase["weights_gb"] for phase in plan["phases"]]
+        weights = [phase["weights_gb"] for phase in plan["phases"]]
+        memory.barh(names, weights, color=COLOURS["matrix units"], label="weights")
+        memory.barh(names, own, left=weights, color=COLOURS["memory"], label="everything else")
+        if plan["limit_gb"] is not None:
+            memory.axvline(plan["limit_gb"], color="black", linestyle="--", label="a device has")
+        memory.set_xlabel("GB of each device")
+        memory.set_title(
+            f"{plan['model']}, {plan['size']}x{plan['frames']}, {plan['topology']}, {plan['mesh']}", size=9
+        )
+        for limit, colour in COLOURS.items():
+            spent = [(phase["seconds_by"] or {}).get(limit, 0.0) for phase in plan["phases"]]
+            before = [
+                sum((phase["seconds_by"] or {}).get(name, 0.0) for name in list(COLOURS)[: list(COLOURS).index(limit)])
+                for phase in plan["phases"]
+            ]
+            time.barh(names, spent, left=before, color=colour, label=limit)
+        time.set_xlabel("seconds")
+        time.set_title(verdict(plan), size=9)
+        for axes in (memory, time):
+            axes.invert_yaxis()
+            axes.legend(fontsize=7)
+    with sentences(path), AtomicFile(path, overwrite=overwrite) as file:
+        figure.savefig(file.temporary, format="png", dpi=110)
+    return file.path
