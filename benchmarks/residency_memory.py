@@ -8,7 +8,7 @@ what lies beside it: `models.interface.Footprint`, the one that `--residency aut
 temporaries + outputs - aliased; weights in pinned host memory are not among them. With --step the resident and the
 streamed row are the program of a whole step instead, which copies layers from host memory itself. With --decode the
 table is that of `decode_chunk` instead, four frames in float32 with the caches of those before them: several minutes
-each; 1280x720 takes 12.7 GB of one v5e.
+each; 1280x720 takes 12.7 GB of one v5e, 6.8 GB of each of four v4.
 
 The published engine takes 15.2 GB (streamed layer by layer) to 26.1 GB (resident) of each v4 chip at 1280x720x81.
 """

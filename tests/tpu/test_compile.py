@@ -47,4 +47,4 @@ def test_decode_chunk_720p():
     compiled = lower_decode(WAN21_VAE, (90, 160), mesh_of("v4:2x2x1", "seq=4")).compile()
     text = compiled.as_text()
     assert text.count(" collective-permute") > 0
-    assert program_bytes(compiled) < 11e9  # 10.3; on one chip 28.8
+    assert program_bytes(compiled) < 7.2e9  # 6.8; on one v5e 12.7, of which the caches and weights are 9.0
