@@ -98,6 +98,7 @@ def parser() -> Parser:
     make.add_argument(
         "--stream-from", default="auto", metavar="memory|disk", help="where layers that are not resident wait (auto)"
     )
+    make.add_argument("--force", action="store_true", help="try what does not fit in device memory by the plan")
     make.add_argument("--memory-limit", type=float, metavar="GB", help="of each device, at most")
     make.add_argument("--cpu-devices", type=int, metavar="N", help="make the CPU N devices, to try a mesh out")
     make.add_argument("--distributed", action="store_true", help="one of the processes of a TPU slice or Slurm job")
@@ -239,6 +240,7 @@ def opened(arguments: argparse.Namespace, devices: "Sequence[Device] | None") ->
         residency=arguments.residency,
         memory_limit=arguments.memory_limit,
         stream_from=arguments.stream_from,
+        force=arguments.force,
     )
 
 
@@ -247,6 +249,7 @@ def lead(arguments: argparse.Namespace, devices: "Sequence[Device] | None", *, s
     from vidax import terminal
     from vidax.engine import jobs, tasks
     from vidax.parallel import processes
+    from vidax.planner.plan import require_room
 
     with processes.in_step(several):
         wishes = asked(arguments)
@@ -257,6 +260,8 @@ def lead(arguments: argparse.Namespace, devices: "Sequence[Device] | None", *, s
         wishes = jobs.multiply(wishes, defaults, arguments.seed or (), videos)
         many = arguments.prompts is not None or arguments.num_videos is not None or len(wishes) > 1
         planned = tasks.plan(engine, wishes, arguments.output, overwrite=arguments.overwrite, resume=many)
+        if not arguments.force:
+            require_room(engine, [task.request for task in planned if task.writer is not None])
     if not arguments.quiet:
         terminal.settings(planned)
 
@@ -346,12 +351,11 @@ def chosen_size(arguments: argparse.Namespace, default: tuple[int, int]) -> tupl
 def plan(arguments: argparse.Namespace) -> int:
     """Plans for one model on one or more slices. Nothing is run on any device."""
     from vidax import terminal
-    from vidax.media.files import claim_output
     from vidax.planner import show
     from vidax.planner.command import Wanted, plans
 
     if arguments.plot is not None:
-        claim_output(arguments.plot, overwrite=arguments.overwrite)
+        show.claim_plot(Path(arguments.plot), overwrite=arguments.overwrite)
     use_devices(arguments)
     fields = {name: getattr(arguments, name) for name in ("size", "frames", "steps", "guidance_scale", "solver")}
     wanted = Wanted(

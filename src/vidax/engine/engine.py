@@ -87,13 +87,15 @@ class Engine:
         residency: Residency | str = "auto",
         memory_limit: float | None = None,
         stream_from: str = "auto",
+        force: bool = False,
     ):
         """Arguments as in `load`."""
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r}: choose {' or '.join(DTYPES)}")
         if stream_from not in SOURCES:
             raise UserError(f"stream from {stream_from!r}: choose {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
-        self.card, self.model, self.dtype, self.stream_from = card, model, dtype, stream_from
+        self.card, self.model, self.dtype = card, model, dtype
+        self.stream_from, self.force = stream_from, force
         self.residency = parse_residency(residency) if isinstance(residency, str) else residency
         self.mesh_origin = "auto" if mesh == "auto" else "given"
         if mesh == "auto":
@@ -347,7 +349,13 @@ class Engine:
                 converted=self.model.converted(part),
             )
             self._residencies[work] = settle(
-                stack, self.residency, self.stream_from, self.mesh, self.memory, host_available()
+                stack,
+                self.residency,
+                self.stream_from,
+                self.mesh,
+                self.memory,
+                host_available(),
+                force=self.force,
             )
         return self._residencies[work]
 
@@ -387,6 +395,7 @@ def load(
     residency: Residency | str = "auto",
     memory_limit: float | None = None,
     stream_from: str = "auto",
+    force: bool = False,
 ) -> Engine:
     """An engine for a model. Files are opened and checked; weights are loaded when they are needed.
 
@@ -399,6 +408,7 @@ def load(
         as many on the device as fit.
     memory_limit: GB of each device that may be used; what the device has if None.
     stream_from: where streamed layers wait, "memory" (of the host) or "disk"; "auto" takes memory if they fit there.
+    force: try it even where memory does not suffice by what programs are known to take.
     devices: those to use; every accelerator if None, and for "auto" one CPU device where there is none.
     """
     parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
@@ -412,6 +422,7 @@ def load(
         residency=residency,
         memory_limit=memory_limit,
         stream_from=stream_from,
+        force=force,
     )
 
 

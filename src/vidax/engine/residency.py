@@ -65,15 +65,23 @@ def decide(stack: Stack, wish: Residency | None, budget: int | None) -> tuple[Re
 
 
 def settle(
-    stack: Stack, wish: Residency | None, source: str, mesh: jax.sharding.Mesh, have: Memory, available: int | None
+    stack: Stack,
+    wish: Residency | None,
+    source: str,
+    mesh: jax.sharding.Mesh,
+    have: Memory,
+    available: int | None,
+    *,
+    force: bool = False,
 ) -> Residency:
     """The residency of a stack as `decide` says; streamed layers come from host memory where `available` bytes of it
     hold them, unless `source` says where from.
 
-    Raises UserError where device or host memory does not suffice, with the numbers and what would help.
+    Raises UserError where device memory does not suffice, unless it is to be tried by `force`, or host memory; with the
+    numbers and what would help.
     """
     chosen, needs, compiled = decide(stack, wish, have.budget)
-    if compiled and have.budget is not None and (total := needs.total(chosen)) > have.budget:
+    if compiled and not force and have.budget is not None and (total := needs.total(chosen)) > have.budget:
         least = needs.total(STREAMED)
         way = "use more devices in seq, a smaller size or fewer frames"
         raise UserError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from vidax import __version__
+from vidax.engine.engine import Engine
 from vidax.engine.request import Request
 from vidax.engine.residency import gb
 from vidax.errors import UserError
@@ -124,7 +125,7 @@ def described(phase: Phase) -> dict[str, Any]:
 
 
 def in_gb(count: int) -> float:
-    return round(count / 1e9, 4)
+    return float(f"{count / 1e9:.5g}")
 
 
 def rounded(seconds: float | None) -> float | None:
@@ -198,16 +199,37 @@ def here(memory_limit: float | None = None) -> Site:
     """The devices of this machine."""
     found = meshes.default_devices()
     mesh = meshes.make(MeshShape(seq=len(found)), found)
-    chip, count = chip_of(found[0]), len(found)
-    slices = {} if chip is None else {slice.devices: slice for slice in chip.slices.values()}
+    count = len(found)
     budget = device_budget(mesh, memory_limit)
     return Site(
         name=f"{count} x {found[0].device_kind}",
         devices=list(found),
         count=count,
-        topology=slices.get(count),
+        topology=slice_of(found[0], count),
         limit_bytes=None if budget is None else math.ceil(budget / USABLE),
     )
+
+
+def require_room(engine: Engine, requests: Iterable[Request]) -> None:
+    """Raises UserError for the first request whose frames do not fit on the engine's devices while they are decoded, as
+    far as that is known beforehand; the engine itself looks after its networks of many layers.
+    """
+    first, budget = engine.mesh.devices.flat[0], engine.memory.budget
+    target = Target(mesh=engine.mesh, topology=slice_of(first, engine.mesh.size), budget=budget, compiles=False)
+    for request in {(request.width, request.height): request for request in requests}.values():
+        takes = decode(engine.model, request, target, full=False).device_bytes
+        if budget is not None and takes > budget:
+            raise UserError(
+                f"{request.width}x{request.height}: decoding takes {gb(takes)} of each device by the plan, and "
+                f"{engine.memory.origin} is {gb(budget)}; use more devices or a smaller size, or try it with --force"
+            )
+
+
+def slice_of(device: jax.Device, count: int) -> Topology | None:
+    """The usual slice of so many devices of this kind; None where the chip or the slice is not known."""
+    chip = chip_of(device)
+    found = [] if chip is None else [slice for slice in chip.slices.values() if slice.devices == count]
+    return found[0] if found else None
 
 
 def make_plan(

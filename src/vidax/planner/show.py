@@ -1,10 +1,11 @@
 """A plan as text and as a picture."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 from vidax.errors import UserError
-from vidax.media.files import AtomicFile, sentences
+from vidax.media.files import AtomicFile, claim_output, sentences
 
 WIDTH = 13
 COLOURS = {"matrix units": "#3b6ea5", "memory": "#9cb86a", "links": "#d9a441", "host link": "#b5533c"}
@@ -34,11 +35,11 @@ def text(plan: dict[str, Any]) -> str:
         if phase["name"] == "denoise" and plan["step_seconds"] is not None:
             how += f"; {plan['step_seconds']:.4g} s a step"
         lines.append(
-            f"  {phase['name']:{WIDTH}} {phase['device_gb']:10.2f} {phase['host_gb']:11.2f} "
+            f"  {phase['name']:{WIDTH}} {gb(phase['device_gb']):>10} {gb(phase['host_gb']):>11} "
             f"{number(phase['seconds']):>9}  {phase['bound'] or '-':13} {how}"
         )
     lines += [
-        f"  {'in all':{WIDTH}} {plan['peak_device_gb']:10.2f} {'':11} {number(plan['total_seconds']):>9}",
+        f"  {'in all':{WIDTH}} {gb(plan['peak_device_gb']):>10} {'':11} {number(plan['total_seconds']):>9}",
         "",
         f"  {verdict(plan)}",
     ]
@@ -47,33 +48,45 @@ def text(plan: dict[str, Any]) -> str:
     for other in plan["others"]:
         lines.append(
             f"  also       {other['mesh']}, {other['residency']}: {number(other['step_seconds'])} s a step, "
-            f"{other['peak_device_gb']:.2f} GB" + ("" if other["fits"] is not False else ", does not fit")
+            f"{gb(other['peak_device_gb'])} GB" + ("" if other["fits"] is not False else ", does not fit")
         )
     lines += [f"  note       {sentence}" for sentence in plan["advice"]]
     return "\n".join(lines)
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    peak, limit = plan["peak_device_gb"], plan["limit_gb"]
+    peak = gb(plan["peak_device_gb"])
     if plan["fits"] is None:
-        return f"takes {peak:.2f} GB; how much there is nothing says"
+        return f"takes {peak} GB; nothing says how much there is"
+    limit = gb(plan["limit_gb"])
     if plan["fits"]:
-        return f"fits: {peak:.2f} of {limit:.2f} GB of each device"
-    return f"does not fit: {peak:.2f} GB where each device has {limit:.2f} GB"
+        return f"fits: {peak} of {limit} GB of each device"
+    return f"does not fit: {peak} GB where each device has {limit} GB"
+
+
+def gb(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
 
 
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+def claim_plot(path: Path, *, overwrite: bool) -> None:
+    """Check that a picture can be drawn, before the work starts. Raises UserError."""
+    claim_output(path, overwrite=overwrite)
+    if path.suffix != ".png":
+        raise UserError(f"{path}: a plan is drawn as a PNG; name a .png file")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{path}: a picture takes matplotlib; pip install 'vidax[plan]' brings it")
+
+
 def plot(plans: list[dict[str, Any]], path: Path, *, overwrite: bool) -> Path:
     """A picture: memory of each phase against the limit, and seconds of each by what they are spent on; a row for each
-    plan. Raises UserError where matplotlib is not installed.
+    plan.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"{path}: a picture takes matplotlib; pip install 'vidax[plan]' brings it") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 2.6 * len(plans)), layout="constrained")
     rows = figure.subplots(len(plans), 2, squeeze=False)
     for (memory, time), plan in zip(rows, plans, strict=True):
