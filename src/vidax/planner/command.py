@@ -10,6 +10,7 @@ from vidax.errors import UserError
 from vidax.models.locate import describe
 from vidax.parallel import mesh as meshes
 from vidax.planner import show, store
+from vidax.planner.phases import digest
 from vidax.planner.plan import here, make_plan, there
 from vidax.weights.residency import parse as parse_residency
 
@@ -51,7 +52,7 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     for site in sites:
         settings = {
             "card": card.name,
-            "architecture": repr((model.dit, model.specs(wanted.dtype))),
+            "architecture": [repr(model.dit), *map(digest, model.specs(wanted.dtype).values())],
             "request": request.settings() | {"seed": None},
             "site": [site.name, site.limit_bytes, site.compiles],
             "dtype": wanted.dtype,

@@ -200,7 +200,7 @@ def here(memory_limit: float | None = None) -> Site:
     found = meshes.default_devices()
     mesh = meshes.make(MeshShape(seq=len(found)), found)
     count = len(found)
-    budget = device_budget(mesh, memory_limit)
+    budget = device_budget(mesh, None if memory_limit is None else USABLE * limit(memory_limit) / 1e9)
     return Site(
         name=f"{count} x {found[0].device_kind}",
         devices=list(found),
@@ -347,15 +347,15 @@ def way_out(plan: Plan, model: Architecture, target: Target) -> str:
     assert budget is not None
     worst = max(plan.phases, key=lambda phase: phase.device_bytes)
     over = f"{worst.name} takes {gb(worst.device_bytes)} of each device, {gb(worst.device_bytes - budget)} too much; "
-    if worst.name == "decode":
-        share = (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes)
-        more = math.ceil(len(target.mesh.devices.flat) / share)
-        return f"{over}{more} devices would hold it, or a size of at most {share:.0%} of the pixels"
-    if worst.residency.resident:
+    if worst.name == "denoise" and worst.residency.resident:
         return f"{over}leave out --residency, or say streamed"
+    if worst.name != "denoise":
+        share = max(0.01, (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes))
+        more = f"{over}{math.ceil(target.mesh.size / share)} devices would hold it"
+        return more if worst.name != "decode" else f"{more}, or a size of at most {share:.0%} of the pixels"
     own = worst.device_bytes - worst.weights_bytes
     share = max(0.0, (budget - worst.weights_bytes) / own)
     multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]
     frames = (max(1, int(latent * share)) - 1) * multiple + 1
-    more = math.ceil(len(target.mesh.devices.flat) / share) if share else 0
+    more = math.ceil(target.mesh.size / share) if share else 0
     return f"{over}{frames} frames would fit, by their share" + (f", or {more} devices in seq" if share else "")
