@@ -351,8 +351,8 @@ def way_out(plan: Plan, model: Architecture, target: Target) -> str:
         return f"{over}leave out --residency, or say streamed"
     if worst.name != "denoise":
         share = max(0.01, (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes))
-        more = f"{over}{math.ceil(target.mesh.size / share)} devices would hold it"
-        return more if worst.name != "decode" else f"{more}, or a size of at most {share:.0%} of the pixels"
+        way = f"{over}{math.ceil(target.mesh.size / share)} devices would hold it"
+        return way if worst.name != "decode" else f"{way}, or a size of at most {share:.0%} of the pixels"
     own = worst.device_bytes - worst.weights_bytes
     share = max(0.0, (budget - worst.weights_bytes) / own)
     multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]
