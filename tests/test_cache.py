@@ -44,7 +44,7 @@ def programs(cache: Path) -> dict[str, int]:
 def test_a_second_start_compiles_nothing_new(folder, cache, tmp_path, capsys):
     start(folder, tmp_path / "a.npy")
     first = programs(cache)
-    assert {name.split("-")[0] for name in first} >= {"jit_encode", "jit_denoise_step", "jit_decode_chunk"}
+    assert {name.split("-")[0] for name in first} >= {"jit_encode_through", "jit_through", "jit_decode_chunk"}
     assert cache.stat().st_mode & 0o777 == 0o700
     half = next(iter(first))
     (cache / half).write_bytes(b"")  # as a process that was killed while writing leaves it
@@ -61,8 +61,10 @@ def test_a_second_start_compiles_nothing_new(folder, cache, tmp_path, capsys):
     assert capsys.readouterr().out == f"{cache}: {count} programs, {total} bytes of at most {4 * 2**30}\n"
     (cache / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()  # XLA's own, on GPUs
     (cache / "xla_gpu_per_fusion_autotune_cache_dir" / "x").write_text("x")
+    assert cli.main(["plan", "demo", "--here", "--frames", "5", "--quiet"]) == 0 and capsys.readouterr().out
     assert cli.main(["cache", "--clear"]) == 0
-    assert capsys.readouterr().out == f"{cache}: removed {count} programs, {total + 1} bytes\n"
+    removed = f"{cache}: removed {count} programs, {total + 1} bytes\n{cache.with_name('plans')}: removed 1 plans\n"
+    assert capsys.readouterr().out == removed and not list(cache.with_name("plans").iterdir())
     assert [path.name for path in cache.iterdir()] == [".lockfile"]
 
 

@@ -164,7 +164,9 @@ def parser() -> Parser:
         command.add_argument("--weights", metavar="DIR", help="where the model of that name is")
         command.add_argument("--quiet", action="store_true", help="say nothing but errors")
 
-    kept = commands.add_parser("cache", help="show or clear the compiled programs on disk", allow_abbrev=False)
+    kept = commands.add_parser(
+        "cache", help="show the compiled programs on disk, or clear them and the plans", allow_abbrev=False
+    )
     kept.set_defaults(run=cache)
     kept.add_argument("--clear", action="store_true", help="remove them")
     return top
@@ -427,6 +429,7 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def cache(arguments: argparse.Namespace) -> None:
     from vidax.engine import compilation_cache
+    from vidax.planner import store
 
     if theirs := compilation_cache.theirs():
         raise UserError(f"{theirs} comes from JAX_COMPILATION_CACHE_DIR: vidax uses it, but leaves it to you")
@@ -435,6 +438,7 @@ def cache(arguments: argparse.Namespace) -> None:
     if arguments.clear:
         compilation_cache.clear(folder)
         print(f"{folder}: removed {programs} programs, {total} bytes")
+        print(f"{store.folder()}: removed {store.clear()} plans")
     else:
         print(f"{folder}: {programs} programs, {total} bytes of at most {compilation_cache.MAX_BYTES}")
 

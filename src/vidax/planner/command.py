@@ -28,6 +28,7 @@ class Wanted:
     residency: str = "auto"
     memory_limit: float | None = None
     full: bool = False
+    search: bool = True
     again: bool = False
     price_per_chip_hour: float | None = None
 
@@ -59,6 +60,7 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
             "mesh": wanted.mesh,
             "residency": wanted.residency,
             "full": wanted.full,
+            "search": wanted.search,
         }
         made = None if wanted.again else store.recall(settings)
         if made is None:
@@ -71,6 +73,7 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
                 mesh=mesh,
                 residency=residency,
                 full=wanted.full,
+                search=wanted.search,
                 say=say,
             ).as_json()
             store.keep(settings, made)

@@ -11,10 +11,23 @@ from vidax.media.files import write_json
 from vidax.planner.plan import versions
 
 
+def folder() -> Path:
+    """Beside the compiled programs."""
+    return compilation_cache.folder().with_name("plans")
+
+
+def clear() -> int:
+    """Remove all plans; how many there were."""
+    files = list(folder().glob("*.json"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
 def file_of(settings: dict[str, Any]) -> Path:
     """Where the plan of these settings is, or would be."""
     content = json.dumps([settings, versions(), code()], sort_keys=True, default=str)
-    return compilation_cache.folder().with_name("plans") / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
+    return folder() / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
 
 
 def code() -> str:
