@@ -197,7 +197,7 @@ def test_refuses_the_command(refused, words, sentence):
 
 def test_unknown_command_names_the_nearest(refused):
     assert (
-        "unknown command 'generat'; did you mean 'generate'? there are generate, models, check, convert, cache"
+        "unknown command 'generat'; did you mean 'generate'? there are generate, plan, models, check, convert, cache"
         in refused("generat")
     )
 

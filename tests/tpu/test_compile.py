@@ -1,9 +1,14 @@
 """Full-size programs compiled for TPU topologies from descriptions alone: no weights, no TPU."""
 
+import json
+
 import pytest
 from step_estimate import compile_step, mesh_of
 
+from vidax import cli
+from vidax.models.locate import describe
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
+from vidax.models.wan.dit import step_flops
 from vidax.models.wan.programs import lower_decode
 from vidax.planner.chips import parse_topology
 from vidax.planner.schedule import KERNEL, collectives, operations
@@ -48,3 +53,27 @@ def test_decode_chunk_720p():
     text = compiled.as_text()
     assert text.count(" collective-permute") > 0
     assert program_bytes(compiled) < 7.2e9  # 6.8; on one v5e 12.7, of which the caches and weights are 9.0
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "words"),
+    [
+        ("wan2.1-t2v-1.3b", "v6e-8", ("--mesh", "data=2,seq=4")),
+        ("wan2.1-t2v-14b", "v5e-1", ("--size", "832x480", "--frames", "17")),  # streamed, all that fit resident
+    ],
+)
+def test_plan(model, topology, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDAX_CACHE_DIR", str(tmp_path))
+    assert cli.main(["plan", model, "--topology", topology, *words, "--json", "--quiet"]) == 0
+    (made,) = json.loads(capsys.readouterr().out)
+    text, step, frames = made["phases"]
+    assert made["fits"] and step["known_as"] == "compiled" and frames["known_as"] in ("table", "modelled")
+    chip = parse_topology(topology)
+    card, architecture = describe(model)
+    width, height = map(int, made["size"].split("x"))
+    length, _, _ = architecture.attention_shape(width, height, made["frames"])
+    floor = 2 * step_flops(card.dit, length) / chip.chip.flops / chip.devices
+    assert floor < made["step_seconds"] < 4 * floor
+    assert made["peak_device_gb"] == max(phase["device_gb"] for phase in made["phases"]) <= 0.97 * made["limit_gb"]
+    streamed = made["residency"] != "resident"
+    assert streamed == (topology == "v5e-1") == (step["host_gb"] > 1) and text["known_as"] in ("compiled", "modelled")
