@@ -48,8 +48,9 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     residency = parse_residency(wanted.residency)
     sites = [there(name, wanted.memory_limit) for name in wanted.topologies]
     sites += [here(wanted.memory_limit)] if wanted.here else []
-    for site in sites:
-        site.mesh(mesh or meshes.MeshShape())  # says if it does not suffice
+    if mesh:
+        for site in sites:
+            site.mesh(mesh)  # says if it does not suffice
     for site in sites:
         settings = {
             "card": card.name,

@@ -171,7 +171,12 @@ class Site:
             return meshes.make(shape, self.devices)
         if shape.devices > self.count:
             raise UserError(f"mesh {shape} has {shape.devices} devices, and {self.name} has {self.count}")
-        return AbstractMesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return on_paper(shape)
+
+
+def on_paper(shape: MeshShape) -> AbstractMesh:
+    """A mesh of devices that nobody describes, for arithmetic."""
+    return AbstractMesh(shape.sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def there(name: str, memory_limit: float | None = None) -> Site:
@@ -313,7 +318,7 @@ def promising(model: Architecture, request: Request, site: Site, dtype: str, cho
     width, found = model.dit.dim, []
     layer = model.footprint(
         request.width, request.height, request.frames, request.branches, jnp.dtype(dtype),
-        site.mesh(MeshShape()),
+        on_paper(MeshShape()),
     ).layer  # fmt: skip
     for data in (1, 2)[: request.branches]:
         for tensor in (t for t in range(1, count + 1) if heads % t == 0 and count % (data * t) == 0):
