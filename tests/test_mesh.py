@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from vidax.engine.engine import load
 from vidax.errors import UserError
+from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan import vae
 from vidax.models.wan.dit import DiT, DiTConfig
@@ -105,6 +106,24 @@ def text_case(heads: int):
 def test_text_encoder(heads, mesh):
     spec, values, run, inputs, wanted = text_case(heads)
     assert largest_error(on(mesh, spec, values, run, *inputs), wanted) < TOLERANCE
+
+
+@functools.cache
+def image_case(heads: int):
+    config = CLIPVisionConfig(dim=8 * heads, layers=9, heads=heads, mlp_dim=40, image=24, patch=8)
+    spec = CLIPVision.spec(config, jnp.float32)
+    values, pixels = (
+        random_parameters(spec, heads),
+        np.random.default_rng(4).standard_normal((2, 24, 24, 3), np.float32),
+    )
+    return spec, values, pixels, np.asarray(on("seq=1", spec, values, CLIPVision.__call__, pixels))
+
+
+@pytest.mark.parametrize("mesh", ["seq=2,tensor=4", "data=2,seq=2,tensor=2"])
+@pytest.mark.parametrize("heads", [8, 5])
+def test_image_encoder(heads, mesh):
+    spec, values, pixels, wanted = image_case(heads)
+    assert largest_error(on(mesh, spec, values, CLIPVision.__call__, pixels), wanted) < TOLERANCE
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Checkpoints: what is read and how it arrives; every fault of a file, index, folder or mapping as a sentence."""
 
+import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from pth_files import View, write_pth
 from safetensors.numpy import save_file
 
 from vidax import nn
@@ -414,6 +416,69 @@ def test_a_mapping_that_contradicts_the_model_is_our_own_fault():
         )
     with pytest.raises(AssertionError, match="a holds 3 where a Spec belongs"):
         checkpoint_names({"a": 3}, Mapping())
+
+
+@nn.module
+class Projections:
+    q: nn.Linear
+    k: nn.Linear
+
+
+FUSED = Mapping(
+    renames=(
+        (r"^blocks\.([qk])\.", r"blocks.{}.\1."),
+        (r"\.q\.(.+)", r".qk.\1[0/2]"),
+        (r"\.k\.(.+)", r".qk.\1[1/2]"),
+    ),
+    ones=(("first", 2),),
+)
+
+
+FUSED_SHAPES = {"weight": (8, 3), "bias": (8,)}
+
+
+def fused() -> dict[str, Any]:
+    spec = Projections(*(nn.Linear.spec(3, 4, (None, None), jnp.float32) for _ in "qk"))
+    return {"blocks": nn.stack(spec, 2), "first": nn.Spec((5,), (None,), jnp.float32, nn.zeros)}
+
+
+def test_a_tensor_of_several_parameters(tmp_path):
+    """Equal parts along its first axis, also of what does not lie in order in its file; and further axes of size 1."""
+    rng = np.random.default_rng(0)
+    tensors = {"first": rng.standard_normal((1, 1, 5), np.float32)}
+    for i in range(2):
+        tensors[f"blocks.{i}.qk.weight"] = rng.standard_normal((8, 3), np.float32)
+        tensors[f"blocks.{i}.qk.bias"] = rng.standard_normal(8, np.float32)
+    save(tmp_path / "a.safetensors", tensors)
+    turned = {
+        name: View(np.ascontiguousarray(x.T), 0, x.shape, tuple(step // 4 for step in np.asfortranarray(x).strides))
+        for name, x in tensors.items()
+    }
+    write_pth(tmp_path / "a.pth", turned)
+    for file in ("a.safetensors", "a.pth"):
+        got = load(fused(), open_checkpoint(tmp_path / file), FUSED)
+        np.testing.assert_array_equal(got["first"], tensors["first"][0, 0])
+        for i, part in enumerate((got["blocks"].q, got["blocks"].k)):
+            for layer in range(2):
+                weight = tensors[f"blocks.{layer}.qk.weight"][4 * i : 4 * i + 4]
+                np.testing.assert_array_equal(part.weight[layer], weight.T)
+                np.testing.assert_array_equal(part.bias[layer], tensors[f"blocks.{layer}.qk.bias"][4 * i : 4 * i + 4])
+
+
+def test_faults_of_a_tensor_of_several_parameters(tmp_path):
+    shapes = {"first": (1, 1, 5)} | {f"blocks.{i}.qk.{end}": s for i in range(2) for end, s in FUSED_SHAPES.items()}
+    check_names(fused(), FUSED, shapes)
+    text = message(check_names, fused(), FUSED, shapes | {"blocks.0.qk.weight": (12, 3), "first": (5,)})
+    assert "blocks.0.qk.weight is [12, 3] where the model has [8, 3]" in text
+    assert "first is [5] where the model has [1, 1, 5]" in text
+    del shapes["blocks.1.qk.bias"]
+    assert "1 missing: blocks.1.qk.bias [8]" in message(check_names, fused(), FUSED, shapes)
+    with pytest.raises(AssertionError, match=r"not all parts of blocks\.0\.q\.weight: \[\(0, 2\)\]"):
+        names = dataclasses.replace(FUSED, renames=(FUSED.renames[0], (r"\.([qk])\.(.+)", r".\1.\2[0/2]")))
+        checkpoint_names(fused(), names)
+    integers = {name: np.zeros(shape, np.int32) for name, shape in (shapes | {"blocks.1.qk.bias": (8,)}).items()}
+    checkpoint = open_checkpoint(save(tmp_path / "a.safetensors", integers))
+    assert "blocks.0.qk.weight[0/2] in a.safetensors is int32" in message(load, fused(), checkpoint, FUSED)
 
 
 def test_skips_come_with_their_reasons():

@@ -27,6 +27,7 @@ from pth_files import Ordered, write_pth
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from vidax.models.towers.clip_vision import CLIPVision
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import config, mapping
 from vidax.models.wan.dit import DiT
@@ -90,6 +91,23 @@ TEXT_ENCODER_CONFIG = {
     "layer_norm_epsilon": 1e-6,
     "pad_token_id": 0,
     "eos_token_id": 1,
+}
+
+IMAGE_ENCODER_CONFIG = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+# Heads that no mesh divides, and patches of another size.
+UNEVEN_IMAGE_ENCODER_CONFIG = {
+    **IMAGE_ENCODER_CONFIG,
+    **{"hidden_size": 40, "num_hidden_layers": 5, "num_attention_heads": 5, "image_size": 48, "patch_size": 8},
 }
 
 UNIPC = {
@@ -157,6 +175,11 @@ def vae(config_file: Mapping[str, Any] = VAE_CONFIG) -> Part:
 def text_encoder(config_file: Mapping[str, Any] = TEXT_ENCODER_CONFIG, dtype=np.float32) -> Part:
     spec = T5Encoder.spec(config.t5_config(config_file, "tiny"), dtype)
     return Part(spec, mapping.UMT5_DIFFUSERS, "text_encoder/model.safetensors")
+
+
+def image_encoder(config_file: Mapping[str, Any] = IMAGE_ENCODER_CONFIG, dtype=np.float32) -> Part:
+    c = config.clip_config(config_file, "tiny")
+    return Part(CLIPVision.spec(c, dtype), mapping.clip_diffusers(c, prefix=""), "image_encoder/model.safetensors")
 
 
 def parameters(part: Part, seed: int = SEED, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:

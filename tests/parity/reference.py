@@ -30,6 +30,10 @@ def text_encoder(config=tiny.TEXT_ENCODER_CONFIG) -> transformers.UMT5EncoderMod
     return fill(transformers.UMT5EncoderModel(transformers.UMT5Config(**config)))
 
 
+def image_encoder(config=tiny.IMAGE_ENCODER_CONFIG) -> transformers.CLIPVisionModel:
+    return fill(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**config)))
+
+
 def scheduler(config=tiny.UNIPC):
     return getattr(diffusers, config["_class_name"]).from_config(dict(config))
 
@@ -85,6 +89,12 @@ def encode_text(model: transformers.UMT5EncoderModel, ids: np.ndarray, lengths: 
     """Embeddings [B S D], zero past each length, as WanPipeline makes them."""
     mask = torch.from_numpy((np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64))
     return (model(torch.from_numpy(ids).long(), mask).last_hidden_state * mask[..., None]).detach().numpy()
+
+
+def encode_picture(model: transformers.CLIPVisionModel, pixels: np.ndarray, states: int = -2) -> np.ndarray:
+    """Hidden states [B S D] of pixels [B H W 3], as WanImageToVideoPipeline.encode_image takes them."""
+    pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    return model(torch.from_numpy(pixels), output_hidden_states=True).hidden_states[states].detach().numpy()
 
 
 def predict(model, latents: np.ndarray, timesteps: np.ndarray, text: np.ndarray) -> np.ndarray:

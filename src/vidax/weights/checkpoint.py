@@ -44,6 +44,13 @@ class Tensor:
         """The values, read-only and not copied: pages are read from the file as they are touched."""
         return np.ndarray(self.shape, self.dtype, self.buffer, self.offset, self.strides)
 
+    def part(self, index: int, count: int) -> "Tensor":
+        """One of `count` equal parts along the first axis."""
+        rows, rest = divmod(self.shape[0], count)
+        assert not rest, f"{count} equal parts of {list(self.shape)}"
+        row = self.strides[0] if self.strides else math.prod(self.shape[1:]) * self.dtype.itemsize
+        return dataclasses.replace(self, shape=(rows, *self.shape[1:]), offset=self.offset + index * rows * row)
+
     def give_back(self) -> None:
         """Let go of the pages that a view has read. They come back from the file when they are touched again."""
         if isinstance(self.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and self.strides is None:

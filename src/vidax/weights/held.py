@@ -67,7 +67,7 @@ def write(
 
         put(len(text).to_bytes(8, "little") + text)
         for leaf, spec in leaves:
-            tensors = [checkpoint[name] for name in leaf.names]
+            tensors = leaf.tensors(checkpoint)
             values = read_slice(leaf.spec, tensors, tuple(map(range, spec.shape)))
             put(values.view(np.uint8).reshape(-1).data)
             for tensor in tensors:

@@ -57,7 +57,7 @@ def load(
     done, total = 0, parameter_bytes(spec_tree)
     arrays: list[Any] = []
     for leaf, (_, spec) in zip(match.leaves, named_leaves(spec_tree), strict=True):
-        tensors = [checkpoint[name] for name in leaf.names]
+        tensors = leaf.tensors(checkpoint)
         if not spec.stacked and stored(spec, None):
             arrays.append(Table(leaf.spec, tensors[0]))
         elif spec.stacked and layer_sharding:
@@ -203,10 +203,10 @@ def check_dtypes(match: Match, checkpoint: Checkpoint) -> None:
         return stored == wanted or (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating))
 
     wrong = [
-        f"{name} in {tensor.file.name} is {tensor.dtype} where the model has {jnp.dtype(spec.dtype)}"
-        for _, spec, names in match.leaves
-        for name in names
-        if not fits((tensor := checkpoint[name]).dtype, spec.dtype)
+        f"{name} in {tensor.file.name} is {tensor.dtype} where the model has {jnp.dtype(leaf.spec.dtype)}"
+        for leaf in match.leaves
+        for name, tensor in zip(leaf.names, leaf.tensors(checkpoint), strict=True)
+        if not fits(tensor.dtype, leaf.spec.dtype)
     ]
     if wrong:
         raise UserError(

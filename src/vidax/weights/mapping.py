@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from vidax.errors import UserError
 from vidax.nn import Spec, is_spec, named_leaves
-from vidax.weights.checkpoint import few
+from vidax.weights.checkpoint import Checkpoint, Tensor, few
+
+PART = re.compile(r"(.+)\[(\d+)/(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,18 +24,21 @@ class Mapping:
 
     renames: (pattern, replacement) of `re.sub`, applied one after another to our dotted path, such as
              "blocks.self_attn.q.weight". The name of a stacked parameter has `{}` where its layer's number goes:
-             (r"^blocks\.", "blocks.{}.").
+             (r"^blocks\.", "blocks.{}."). Where a tensor is several parameters of ours, each is named as one of equal
+             parts along its first axis: (r"\.q\.weight$", ".qkv.weight[0/3]").
     prefix:  what stands before every name in this checkpoint, such as "model.diffusion_model.". The other fields are
              without it.
     skips:   (pattern, reason) for tensors that are left unread on purpose, by `re.search` in the checkpoint's name.
     aliases: (name, other name) of one tensor in the checkpoint, such as tied embeddings. Either may be stored; where
              both are, they must hold the same values.
+    ones:    (our path, n) of parameters whose tensor has n further axes in front, each of size 1.
     held:    the checkpoint has our names, stacks and shapes (`vidax convert`): nothing is renamed or transposed.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    ones: tuple[tuple[str, int], ...] = ()
     prefix: str = ""
     held: bool = False
 
@@ -61,6 +66,13 @@ class Leaf(NamedTuple):
     spec: Spec
     names: tuple[str, ...]
 
+    def tensors(self, checkpoint: Checkpoint) -> list[Tensor]:
+        """The tensors of these names, or the parts of tensors."""
+        parts = (part_of(name) for name in self.names)
+        return [
+            checkpoint[whole].part(index, count) if count > 1 else checkpoint[whole] for whole, index, count in parts
+        ]
+
 
 class Match(NamedTuple):
     """Every tensor of a checkpoint accounted for.
@@ -75,6 +87,12 @@ class Match(NamedTuple):
     twins: list[tuple[str, str]]
 
 
+def part_of(name: str) -> tuple[str, int, int]:
+    """("qkv.weight", 0, 3) for "qkv.weight[0/3]", and (name, 0, 1) for the name of a whole tensor."""
+    part = PART.fullmatch(name)
+    return (part[1], int(part[2]), int(part[3])) if part else (name, 0, 1)
+
+
 def checkpoint_names(spec_tree: Any, mapping: Mapping) -> list[Leaf]:
     """Where each parameter is to be found, in tree order. Opens nothing."""
     leaves = []
@@ -87,6 +105,9 @@ def checkpoint_names(spec_tree: Any, mapping: Mapping) -> list[Leaf]:
         assert name.count("{}") == spec.stacked, (
             f"{path} ({spec.axes}) is renamed {name}: one {{}} if stacked, else none"
         )
+        if ones := dict(mapping.ones).get(path):
+            assert spec.transpose is None, f"{path} is transposed, and has {ones} axes in front"
+            spec = dataclasses.replace(spec, stored=(1,) * ones + spec.stored_shape)
         layers = spec.shape[0] if spec.stacked else 1
         leaves.append(Leaf(path, spec, tuple(name.replace("{}", str(layer)) for layer in range(layers))))
     owners = collections.defaultdict(list)
@@ -95,6 +116,12 @@ def checkpoint_names(spec_tree: Any, mapping: Mapping) -> list[Leaf]:
             owners[name].append(leaf.path)
     if doubled := [f"{name} ({' and '.join(paths)})" for name, paths in owners.items() if len(paths) > 1]:
         raise UserError(f"{len(doubled)} tensors are named by two parameters: {few(doubled)}; correct the renames")
+    parts = collections.defaultdict(list)
+    for name in owners:
+        whole, index, count = part_of(name)
+        parts[whole].append((index, count))
+    for whole, given in parts.items():
+        assert sorted(given) == [(i, given[0][1]) for i in range(given[0][1])], f"not all parts of {whole}: {given}"
     return leaves
 
 
@@ -119,7 +146,9 @@ def check_names(
             first, *rest = [n for n in (name, *mapping.others(name)) if n in shapes] or [name]
             stored.append(first)
             twins += [(first, other) for other in rest]
-            expected |= dict.fromkeys([first, *rest], leaf.spec.stored_shape)
+            whole, _, count = part_of(first)
+            rows = (count * size for size in leaf.spec.stored_shape[:1])
+            expected |= dict.fromkeys([whole, *rest], (*rows, *leaf.spec.stored_shape[1:]))
         leaves.append(leaf._replace(names=tuple(stored)))
     skipped = {name: reason for name in shapes if (reason := mapping.skip(name)) is not None}
     assert not (both := skipped.keys() & expected.keys()), f"skipped but needed: {few(sorted(both))}"

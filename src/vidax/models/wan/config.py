@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vidax.errors import UserError
+from vidax.models.towers.clip_vision import CLIPVisionConfig
 from vidax.models.towers.t5 import T5Config
 from vidax.models.wan.dit import DiTConfig
 from vidax.models.wan.vae import VAEConfig
@@ -29,6 +30,7 @@ WAN21_VAE = VAEConfig(
 # fmt: on
 
 UMT5_XXL = T5Config()
+CLIP_VIT_H = CLIPVisionConfig()
 PUBLISHED = (WAN21_1_3B, WAN21_14B)  # with this autoencoder and this text encoder
 
 NOTHING: Mapping[str, Any] = {}
@@ -59,6 +61,7 @@ VAE_FIXED = {
     "out_channels": (3,),
 }
 T5_FIXED = {"model_type": ("umt5",), "feed_forward_proj": ("gated-gelu",)}
+CLIP_FIXED = {"model_type": ("clip_vision_model",), "hidden_act": ("gelu",), "num_channels": (3,)}
 
 # Keys of a config.json to our fields.
 DIT_KEYS = {
@@ -86,6 +89,15 @@ T5_KEYS = {
     "relative_attention_num_buckets": "buckets",
     "relative_attention_max_distance": "max_distance",
     "layer_norm_epsilon": "eps",
+}
+CLIP_KEYS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "mlp_dim",
+    "image_size": "image",
+    "patch_size": "patch",
+    "layer_norm_eps": "eps",
 }
 HEAD_SIZE = 128  # of every published transformer
 
@@ -138,6 +150,11 @@ def vae_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] 
 def t5_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> T5Config:
     """The text encoder of a transformers `text_encoder/config.json`; arguments as in `dit_config`."""
     return T5Config(**_merge(config, T5_KEYS, T5_FIXED, file, numbers))
+
+
+def clip_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> CLIPVisionConfig:
+    """The image encoder of a transformers `image_encoder/config.json`; arguments as in `dit_config`."""
+    return CLIPVisionConfig(**_merge(config, CLIP_KEYS, CLIP_FIXED, file, numbers))
 
 
 def _merge(

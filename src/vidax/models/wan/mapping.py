@@ -5,9 +5,12 @@ Repacks for single files keep one of these layouts, mostly behind a prefix (`Map
 
 A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
 layer's number. Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules;
-transformers' modeling_umt5.py.
+transformers' modeling_umt5.py and modeling_clip.py.
 """
 
+import re
+
+from vidax.models.towers.clip_vision import CLIPVisionConfig
 from vidax.models.wan.vae import VAEConfig
 from vidax.weights.mapping import Mapping
 
@@ -118,3 +121,50 @@ UMT5_OFFICIAL = Mapping(
         (r"\.mlp\.down\.", ".ffn.fc2."),
     )
 )
+
+CLIP_UNUSED = "the hidden states before the last layer are what is read"
+
+
+def clip_official(c: CLIPVisionConfig) -> Mapping:
+    """The image half of a CLIP whose text half is XLM-RoBERTa. Queries, keys and values are one matrix."""
+    return Mapping(
+        renames=(
+            (r"^", "visual."),
+            (r"\.class_embedding$", ".cls_embedding"),
+            (r"\.position_embedding$", ".pos_embedding"),
+            (r"\.blocks\.", ".transformer.{}."),
+            *((rf"\.attention\.{part}\.(.+)$", rf".attn.to_qkv.\1[{i}/3]") for i, part in enumerate("qkv")),
+            (r"\.attention\.o\.", ".attn.proj."),
+            (r"\.mlp\.fc1\.", ".mlp.0."),
+            (r"\.mlp\.fc2\.", ".mlp.2."),
+        ),
+        skips=(
+            (rf"^visual\.(transformer\.{c.layers - 1}|post_norm)\.", CLIP_UNUSED),
+            (r"^visual\.head$|^log_scale$", "only to compare pictures with texts"),
+            (r"^textual\.", "the text encoder of the model is another"),
+        ),
+        ones=(("class_embedding", 2), ("position_embedding", 1)),
+    )
+
+
+def clip_diffusers(c: CLIPVisionConfig, prefix: str = "vision_model.") -> Mapping:
+    """transformers' CLIPVisionModel. `prefix`: "vision_model." in published files, "" as transformers 5 saves it."""
+    inside = re.escape(prefix)
+    return Mapping(
+        renames=(
+            (r"^class_embedding$", "embeddings.class_embedding"),
+            (r"^patch_embedding\.", "embeddings.patch_embedding."),
+            (r"^position_embedding$", "embeddings.position_embedding.weight"),
+            (r"^pre_norm\.", "pre_layrnorm."),  # the name is spelled so
+            (r"^blocks\.", "encoder.layers.{}."),
+            (r"\.norm([12])\.", r".layer_norm\1."),
+            (r"\.attention\.([qkv])\.", r".self_attn.\1_proj."),
+            (r"\.attention\.o\.", ".self_attn.out_proj."),
+            (r"^", prefix),
+        ),
+        skips=(
+            (rf"^{inside}(encoder\.layers\.{c.layers - 1}|post_layernorm)\.", CLIP_UNUSED),
+            (rf"^{inside}embeddings\.position_ids$", "0, 1, 2 and so on"),
+            (r"^visual_projection\.", "only to compare pictures with texts"),
+        ),
+    )
