@@ -112,10 +112,8 @@ def test_text_encoder(heads, mesh):
 def image_case(heads: int):
     config = CLIPVisionConfig(dim=8 * heads, layers=9, heads=heads, mlp_dim=40, image=24, patch=8)
     spec = CLIPVision.spec(config, jnp.float32)
-    values, pixels = (
-        random_parameters(spec, heads),
-        np.random.default_rng(4).standard_normal((2, 24, 24, 3), np.float32),
-    )
+    values, rng = random_parameters(spec, heads), np.random.default_rng(4)
+    pixels = rng.standard_normal((2, 24, 24, 3), np.float32)
     return spec, values, pixels, np.asarray(on("seq=1", spec, values, CLIPVision.__call__, pixels))
 
 
