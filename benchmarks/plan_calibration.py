@@ -419,7 +419,7 @@ PUBLISHED = (
 # configs, 3024 x 2048 x 1024.
 MAXDIFFUSION = (
     Setup(
-        name="Wan 2.2 A14B I2V 1280x720x81",
+        name="MaxDiffusion on v6e-8, Wan 2.2 A14B I2V 1280x720x81",
         config=WAN21_14B,
         latents=HD,
         steps=40,
