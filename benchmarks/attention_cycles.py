@@ -17,7 +17,8 @@ share of the bound: against the matrix units' peak for that head size. Scores co
 matrix unit is filled to K / W where K < W. The weighted sum can fill it: transposed, K rows are streamed past weights
 of W keys and W queries. Padding to whole tiles counts as loss. A share over 100 % is an error of the meter.
 
-A rival's padded keys need a mask that is not in its schedule here, and its layouts are taken as given: both favour it.
+A rival's padded keys need a mask that is not in its schedule here, except for `flash_default_segments`, and its layouts
+are taken as given: both favour it.
 """
 
 import argparse
@@ -167,6 +168,23 @@ def build_flash(case: Case):
     return call, [(1, HEADS, length, case.head_size) for length in lengths]
 
 
+def build_flash_segments(case: Case):
+    """The same with segment ids that tell the padding from the rest, as its callers mask it."""
+    from jax import numpy as jnp
+    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds
+
+    call, shapes = build_flash(case)
+
+    def masked(q, k, v):
+        queries, keys = (
+            jnp.broadcast_to(jnp.arange(x.shape[2]) < real, (x.shape[0], x.shape[2])).astype(jnp.int32)
+            for x, real in ((q, case.queries), (k, case.keys))
+        )
+        return call(q, k, v, segment_ids=SegmentIds(queries, keys))
+
+    return masked, shapes
+
+
 FLASH_TILES = [(512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 1024)]
 
 
@@ -207,6 +225,7 @@ VIDAX_TILES = [(1024, 2048, 256, 256, 256, 256), (1024, 2048, 512, 256, 2048, 12
 KERNELS = {
     # what BlockSizes.get_default gives
     "flash_default": Kernel(build=build_flash, candidates=lambda case: [(128, 128, 128)], fixed=True),
+    "flash_default_segments": Kernel(build=build_flash_segments, candidates=lambda case: [(128, 128, 128)], fixed=True),
     "flash": Kernel(build=build_flash, candidates=functools.partial(fitting, FLASH_TILES)),
     "splash": Kernel(build=build_splash, candidates=functools.partial(fitting, SPLASH_TILES), all_blocks_run=True),
     # heads with a bound, and heads that need a running maximum

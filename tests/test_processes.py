@@ -139,10 +139,12 @@ def specs(engine: Engine) -> list[Spec]:
 
 
 def slices_of(engine: Engine, process: int) -> list:
-    """Every part of every parameter that the devices of one process are to hold, once each."""
+    """Every part of every parameter that the devices of one process are to hold, once each; an embedding table stays in
+    its file.
+    """
     mine = set(engine.mesh.devices.flat[4 * process : 4 * process + 4])
     found = []
-    for spec in specs(engine):
+    for spec in (spec for spec in specs(engine) if "vocabulary" not in spec.axes):
         places = sharding(engine.mesh, spec.axes, spec.shape).devices_indices_map(spec.shape)
         ranges = [
             [list(part.indices(size)[:2]) for part, size in zip(index, spec.shape, strict=True)]

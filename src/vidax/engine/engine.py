@@ -219,8 +219,13 @@ class Engine:
         guidance_scale = request.guidance_scale if request.guided else None
         ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
         before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
-        with jax.set_mesh(self.mesh):
-            latents = np.array(self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step))
+        try:
+            with jax.set_mesh(self.mesh):
+                state = self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step)
+            latents = np.array(state)
+        except BaseException:
+            release(dit)
+            raise
         if ring and before:
             moved, waited = ring.bytes_moved - before[0], ring.seconds_waited - before[1]
             work.metadata["streaming"] = streaming(moved, waited, time.perf_counter() - before[2], work.steps)

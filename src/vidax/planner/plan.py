@@ -252,11 +252,11 @@ def make_plan(
 ) -> Plan:
     """The plan of a request.
 
-    mesh, residency: as in `vidax.load`; None is what `generate` would choose. full: compile the
-    autoencoder's program too, instead of looking it up. search: without a mesh, also compile the most
-    promising others. say: told what is being done.
+    mesh, residency: as in `vidax.load`; None is what `generate` would choose. full: compile the autoencoder's program
+    too, instead of looking it up. search: without a mesh, also compile the most promising others. say: told what is
+    being done.
     """
-    chosen = mesh or meshes.choose(site.count, model.dit.heads, request.branches)
+    chosen = mesh or meshes.choose(site.count, model.dit.heads, 2 if card.guidance_scale > 1 else 1)
     plan = _for_mesh(card, model, request, site, dtype, chosen, mesh is not None, residency, full, say)
     others = []
     if mesh is None and search and site.compiles and site.count > 1:

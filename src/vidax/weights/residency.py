@@ -178,10 +178,10 @@ class Reader:
         return layer
 
     def close(self) -> None:
-        """Let go of what is read; a layer that is being read is the last."""
+        """Let go of what is read, once the layer that is being read is here."""
         self._ahead.clear()
         if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def _request(self, i: int) -> None:
