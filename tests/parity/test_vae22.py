@@ -78,7 +78,7 @@ def theirs() -> diffusers.AutoencoderKLWan:
 @every_size
 @pytest.mark.parametrize("count", [1, 5, 9, 17])
 def test_encode(count, size):
-    """Measured: MEASURED."""
+    """Measured: 7.0e-7."""
     wanted = reference.encode(theirs(), frames(count, size))
     assert tiny.relative_error(encode(ours(), frames(count, size)), wanted) < TOLERANCE
 
@@ -86,14 +86,14 @@ def test_encode(count, size):
 @every_size
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_decode(count, size):
-    """Measured: MEASURED, for 1, 5, 9 and 17 frames. Values are in units of the largest, 1 where it is clipped."""
+    """Measured: 1.0e-6, for 1, 5, 9 and 17 frames. Values are in units of the largest, 1 where it is clipped."""
     wanted = reference.decode(theirs(), latents(count, size))
     assert (np.abs(wanted) >= 1).mean() < 0.05
     assert tiny.relative_error(decode(ours(), latents(count, size)), wanted) < TOLERANCE
 
 
 def test_clipping():
-    """Measured: MEASURED. Eight times the contrast, at which a part of the pixels leaves [-1, 1]."""
+    """Measured: 4.4e-6. Eight times the contrast, at which a part of the pixels leaves [-1, 1]."""
     model, decoder = copy.deepcopy(theirs()), ours().decoder
     model.decoder.conv_out.weight.mul_(8)
     conv = dataclasses.replace(decoder.out.conv, weight=8 * decoder.out.conv.weight)
@@ -104,7 +104,7 @@ def test_clipping():
 
 
 def test_in_longer_chunks():
-    """Measured: MEASURED. Sixteen frames, or four latent frames, at once."""
+    """Measured: 4.5e-7. Sixteen frames, or four latent frames, at once."""
     for coder, x, ends in ((ours().encoder, frames(17), CHUNK_ENDS), (ours().decoder, latents(5), range(1, 5))):
         assert tiny.relative_error(in_chunks(coder, x, (1,)), in_chunks(coder, x, ends)) < TOLERANCE
 
@@ -166,14 +166,14 @@ def scale():
 
 @every_size
 def test_encode_officially(official, scale, size):
-    """Measured: MEASURED."""
+    """Measured: 6.0e-7."""
     wanted = reference.channels_last(official.encode(reference.channels_first(frames(9, size)), scale))
     assert tiny.relative_error(encode(ours(), frames(9, size)), wanted) < TOLERANCE
 
 
 @every_size
 def test_decode_officially(official, scale, size):
-    """Measured: MEASURED. The official wrapper clips what the module gives."""
+    """Measured: 9.4e-7. The official wrapper clips what the module gives."""
     wanted = official.decode(reference.channels_first(latents(3, size)), scale).clamp(-1, 1)
     assert tiny.relative_error(decode(ours(), latents(3, size)), reference.channels_last(wanted)) < TOLERANCE
 
@@ -235,10 +235,9 @@ def frames_before_channels(self, x):
     return AVERAGE(self, rearrange(order, "b f h w (c t) -> b (f t) h w c", t=self.time))
 
 
-def the_first_of_the_first(self, x, first):
-    """Of the frames that the first becomes, the earliest instead of the last."""
-    y = DUPLICATE(self, x, False)
-    return y[:, : 1 - self.time or None] if first else y
+def nothing_for_the_first(self, x, first):
+    """As the convolution over time, which the first frame passes by."""
+    return 0.0 if first and self.time > 1 else DUPLICATE(self, x, first)
 
 
 def nearest(self, x, first):
@@ -263,19 +262,26 @@ def test_nothing_is_caught_without_a_mutation(part):
         (encode, vae.Average, first_repeated),
         (encode, vae.Average, frames_before_channels),
         (decode, vae.Duplicate, nothing),
-        (decode, vae.Duplicate, the_first_of_the_first),
+        (decode, vae.Duplicate, nothing_for_the_first),
         (decode, vae.Duplicate, nearest),
     ],
 )
 def test_another_shortcut(part, module, call, monkeypatch):
-    """From MEASURED times the tolerance."""
+    """From 35,000 times the tolerance."""
     monkeypatch.setattr(module, "__call__", call)
     assert error_of(part) > TOLERANCE
 
 
+def test_the_first_like_the_others(monkeypatch):
+    """The shortcut around an upsampling makes two frames of it: too many come out."""
+    monkeypatch.setattr(vae.Duplicate, "__call__", lambda self, x, first: DUPLICATE(self, x, False))
+    with pytest.raises(AssertionError, match="is not"):
+        error_of(decode)
+
+
 @pytest.mark.parametrize("part", [encode, decode])
 def test_rows_of_a_patch_before_its_columns(part, monkeypatch):
-    """From MEASURED times the tolerance."""
+    """From 41,000 times the tolerance."""
     monkeypatch.setattr(
         vae, "patchify", lambda x, side: rearrange(x, "b f (h q) (w r) c -> b f h w (c q r)", q=side, r=side)
     )
