@@ -18,13 +18,14 @@ from vidax.cli import main
 from vidax.models.wan.programs import decode_chunk
 
 GOLDENS = Path(__file__).parent / "goldens" / "wan.npz"
+VAE22_GOLDENS = GOLDENS.with_name("wan22_vae.npz")
 TOLERANCE = 1e-5  # of the largest value
 PIXEL_TOLERANCE = 2e-4  # of a whole run, in [0, 1]
 
 
 @functools.cache
-def golden(name: str) -> np.ndarray:
-    with np.load(GOLDENS) as file:
+def golden(name: str, path: Path = GOLDENS) -> np.ndarray:
+    with np.load(path) as file:
         return file[name]
 
 
@@ -69,6 +70,16 @@ def frames() -> np.ndarray:
     return np.tanh(tiny.normal(2, 9, 16, 24, 3))
 
 
+def vae22_latents() -> np.ndarray:
+    """Normalised latents [1 3 2 1 48] of 9 frames of 16x32."""
+    return tiny.normal(1, 3, 2, 1, 48)
+
+
+def vae22_frames() -> np.ndarray:
+    """Frames [2 9 16 32 3] in [-1, 1]."""
+    return np.tanh(tiny.normal(2, 9, 16, 32, 3))
+
+
 RUNS = {
     "unipc, guided": (tiny.UNIPC, {"size": (16, 32), "steps": 3, "guidance_scale": 5}),
     "euler, not guided": (tiny.EULER, {"size": (16, 32), "steps": 4, "guidance_scale": 1}),
@@ -94,23 +105,44 @@ def test_dit(name):
     assert tiny.relative_error(velocity, golden(f"dit, {name}")) < TOLERANCE
 
 
-def test_vae_encode():
-    """Measured: 6.1e-7."""
-    encode = jax.jit(lambda encoder, chunk, cache: encoder(chunk, cache))
-    encoder, cache, parts = tiny.parameters(tiny.vae()).encoder, None, []
-    for chunk in np.split(frames(), (1, 5), axis=1):
+def encoded(encoder, frames: np.ndarray) -> np.ndarray:
+    encode, cache, parts = jax.jit(lambda encoder, chunk, cache: encoder(chunk, cache)), None, []
+    for chunk in np.split(frames, (1, 5), axis=1):
         part, cache = encode(encoder, chunk, cache)
         parts.append(part)
-    assert tiny.relative_error(np.concatenate(parts, 1), golden("vae encode")) < TOLERANCE
+    return np.concatenate(parts, 1)
+
+
+def decoded(decoder, latents: np.ndarray) -> np.ndarray:
+    cache, parts = None, []
+    for chunk in np.split(latents, 3, axis=1):
+        part, cache = decode_chunk(decoder, chunk, cache, "float32")  # in [0, 1]
+        parts.append(2 * np.asarray(part) - 1)
+    return np.concatenate(parts, 1)
+
+
+def test_vae_encode():
+    """Measured: 6.1e-7."""
+    ours = encoded(tiny.parameters(tiny.vae()).encoder, frames())
+    assert tiny.relative_error(ours, golden("vae encode")) < TOLERANCE
 
 
 def test_vae_decode():
     """Measured: 1.1e-6."""
-    decoder, cache, parts = tiny.parameters(tiny.vae()).decoder, None, []
-    for chunk in np.split(latents(), 3, axis=1):
-        part, cache = decode_chunk(decoder, chunk, cache, "float32")  # in [0, 1]
-        parts.append(2 * np.asarray(part) - 1)
-    assert tiny.relative_error(np.concatenate(parts, 1), golden("vae decode")) < TOLERANCE
+    ours = decoded(tiny.parameters(tiny.vae()).decoder, latents())
+    assert tiny.relative_error(ours, golden("vae decode")) < TOLERANCE
+
+
+def test_vae22_encode():
+    """Measured: 2.8e-7."""
+    ours = encoded(tiny.parameters(tiny.vae22()).encoder, vae22_frames())
+    assert tiny.relative_error(ours, golden("encode", VAE22_GOLDENS)) < TOLERANCE
+
+
+def test_vae22_decode():
+    """Measured: 7.3e-7."""
+    ours = decoded(tiny.parameters(tiny.vae22()).decoder, vae22_latents())
+    assert tiny.relative_error(ours, golden("decode", VAE22_GOLDENS)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -124,3 +156,4 @@ def test_a_prompt_to_frames(name, tmp_path):
 
 def test_the_file_is_small():
     assert GOLDENS.stat().st_size < 300_000
+    assert VAE22_GOLDENS.stat().st_size < 100_000

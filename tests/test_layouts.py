@@ -22,8 +22,18 @@ import vidax
 from vidax import nn
 from vidax.errors import UserError
 from vidax.models.locate import locate
-from vidax.models.wan.config import UMT5_XXL, WAN21_1_3B, WAN21_14B, WAN21_VAE
+from vidax.models.wan import mapping
+from vidax.models.wan.config import (
+    UMT5_XXL,
+    WAN21_1_3B,
+    WAN21_14B,
+    WAN21_VAE,
+    WAN22_VAE,
+    vae22_config,
+    vae_config,
+)
 from vidax.models.wan.layouts import WAN21
+from vidax.models.wan.vae import VAE as Autoencoder
 from vidax.weights import Checkpoint, Tensor, check_names, checkpoint_names
 from vidax.weights.layouts import PREFIXES, identify, read_component
 
@@ -375,6 +385,36 @@ def test_strangers_in_a_folder(official, tmp_path):
     (folder / "Wan2.1_VAE.pth").unlink()
     write_pth(folder / "Wan2.2_VAE.pth", {name: np.ones(shape[:1] * 2, np.float32) for name, shape in VAE_22.items()})
     assert refused(folder).startswith(f"{folder / 'Wan2.2_VAE.pth'}: the autoencoder of Wan 2.2, latent_channels 48;")
+
+
+@pytest.mark.parametrize(
+    "names", [mapping.vae_official(WAN22_VAE), mapping.VAE22_DIFFUSERS], ids=["official", "diffusers"]
+)
+def test_the_autoencoder_of_22_for_a_model_of_21(names):
+    """The whole of it, in each layout."""
+    leaves = checkpoint_names(Autoencoder.spec(WAN22_VAE), names)
+    sentence = "the autoencoder of Wan 2.2, latent_channels 48; Wan 2.1 text to video takes latent_channels 16"
+    assert refusal("vae", {n: leaf.spec.stored_shape for leaf in leaves for n in leaf.names}) == sentence
+
+
+def test_a_config_of_the_other_autoencoder():
+    published = tiny.VAE22_CONFIG | {"base_dim": 160, "decoder_base_dim": 256, "num_res_blocks": 2}
+    statistics = {key: published[key] for key in ("latents_mean", "latents_std")}
+    own = {key: tuple(value) for key, value in statistics.items()}
+    assert vae22_config({}, "a.json") == WAN22_VAE
+    assert vae22_config(published, "a.json") == dataclasses.replace(WAN22_VAE, **own)
+    for read, config, sentence in (
+        (vae_config, published, "a.json: is_residual is True; Wan 2.1 text-to-video needs False"),
+        (
+            vae22_config,
+            tiny.VAE_CONFIG | {"is_residual": False},
+            "is_residual is False; the autoencoder of Wan 2.2 needs",
+        ),
+        (vae22_config, published | {"patch_size": 4}, "a.json: patch_size is 4; the autoencoder of Wan 2.2 needs 2"),
+        (vae22_config, published | {"z_dim": 16}, "a.json: latents_mean has 48 values for z_dim 16"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            read(config, "a.json")
 
 
 def test_a_config_that_contradicts_the_tensors(official, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from vidax.errors import UserError
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import mapping
-from vidax.models.wan.config import UMT5_XXL, WAN21_1_3B, WAN21_14B, WAN21_VAE
+from vidax.models.wan.config import UMT5_XXL, WAN21_1_3B, WAN21_14B, WAN21_VAE, WAN22_VAE
 from vidax.models.wan.dit import DiT
 from vidax.models.wan.vae import VAE
 from vidax.nn import named_leaves, parameter_bytes
@@ -85,12 +85,15 @@ INNER = {
     "shortcut.": "conv_shortcut.",
     **{same: same for same in ("resample.1.", "time_conv.", "norm.", "to_qkv.", "proj.")},
 }
-VAE_RENAMES = (
+VAE_ENDS = (
     (rf"conv1\.{ENDS}", r"quant_conv.\1"),
     (rf"conv2\.{ENDS}", r"post_quant_conv.\1"),
     (rf"(encoder|decoder)\.conv1\.{ENDS}", r"\1.conv_in.\2"),
     (r"(encoder|decoder)\.head\.0\.gamma", r"\1.norm_out.gamma"),
     (rf"(encoder|decoder)\.head\.2\.{ENDS}", r"\1.conv_out.\2"),
+)
+VAE_RENAMES = (
+    *VAE_ENDS,
     *(
         (rf"(encoder|decoder)\.{place}\.{re.escape(inner)}(weight|bias|gamma)", rf"\1.{new_place}.{new_inner}\2")
         for inner, new_inner in INNER.items()
@@ -102,6 +105,22 @@ VAE_RENAMES = (
     ),
 )
 
+# In 2.2 a level is a list: in the encoder two residual blocks and a downsampling, in the decoder three and one.
+LEVELS = (
+    *((rf"downsamples\.(\d)\.downsamples\.{i}", rf"down_blocks.\2.resnets.{i}") for i in range(2)),
+    (r"downsamples\.(\d)\.downsamples\.2", r"down_blocks.\2.downsampler"),
+    *((rf"upsamples\.(\d)\.upsamples\.{i}", rf"up_blocks.\2.resnets.{i}") for i in range(3)),
+    (r"upsamples\.(\d)\.upsamples\.3", r"up_blocks.\2.upsampler"),
+    *((rf"middle\.({i})", new) for i, new in MIDDLE.items()),
+)
+VAE22_RENAMES = (
+    *VAE_ENDS,
+    *(
+        (rf"(encoder|decoder)\.{place}\.{re.escape(inner)}(weight|bias|gamma)", rf"\1.{new_place}.{new_inner}\3")
+        for inner, new_inner in INNER.items()
+        for place, new_place in LEVELS
+    ),
+)
 
 MODELS = {
     "wan2.1_t2v_1.3b_dit": Model(
@@ -112,6 +131,9 @@ MODELS = {
     ),
     "wan2.1_vae": Model(
         VAE.spec(WAN21_VAE), mapping.vae_official(WAN21_VAE), mapping.VAE_DIFFUSERS, VAE_RENAMES, 194, 126_892_531
+    ),
+    "wan2.2_vae": Model(
+        VAE.spec(WAN22_VAE), mapping.vae_official(WAN22_VAE), mapping.VAE22_DIFFUSERS, VAE22_RENAMES, 196, 704_688_668
     ),
     "wan_umt5_xxl_enc": Model(
         T5Encoder.spec(UMT5_XXL), mapping.UMT5_OFFICIAL, mapping.UMT5_DIFFUSERS, UMT5_RENAMES, 242, 5_680_910_336

@@ -1,5 +1,6 @@
 """What a network computes on a mesh equals what it computes on one device, for every way to split it."""
 
+import dataclasses
 import functools
 import math
 
@@ -124,15 +125,18 @@ def test_image_encoder(heads, mesh):
     assert largest_error(on(mesh, spec, values, CLIPVision.__call__, pixels), wanted) < TOLERANCE
 
 
+WAN21 = VAEConfig(
+    base_dim=4, blocks=1, latent_channels=4, latents_mean=(0.1, -0.2, 0.3, 0.0), latents_std=(1.5, 0.5, 2.0, 1.0)
+)
+WAN22 = dataclasses.replace(WAN21, decoder_base_dim=8, residual=True, patch=2)
+
+
 @functools.cache
-def vae_case(height: int, width: int):
-    config = VAEConfig(
-        base_dim=4, blocks=1, latent_channels=4, latents_mean=(0.1, -0.2, 0.3, 0.0), latents_std=(1.5, 0.5, 2.0, 1.0)
-    )
-    spec = VAE.spec(config)
+def vae_case(config: VAEConfig, height: int, width: int):
+    spec, space = VAE.spec(config), config.space_factor
     values, rng = random_parameters(spec, 7), np.random.default_rng(3)
     latents = rng.standard_normal((1, 3, height, width, 4)).astype(np.float32)
-    frames = rng.uniform(-1, 1, (1, 9, 8 * height, 8 * width, 3)).astype(np.float32)
+    frames = rng.uniform(-1, 1, (1, 9, space * height, space * width, 3)).astype(np.float32)
     return spec, values, latents, frames
 
 
@@ -151,8 +155,8 @@ def encode(model: VAE, frames):
 
 
 @functools.cache
-def vae_alone(height: int, width: int):
-    spec, values, latents, frames = vae_case(height, width)
+def vae_alone(config: VAEConfig, height: int, width: int):
+    spec, values, latents, frames = vae_case(config, height, width)
     return (
         np.asarray(on("seq=1", spec, values, decode, latents)),
         np.asarray(on("seq=1", spec, values, encode, frames)),
@@ -160,29 +164,39 @@ def vae_alone(height: int, width: int):
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "mesh"),
+    ("config", "height", "width", "mesh"),
     [
-        (4, 8, "seq=8"),
-        (4, 8, "data=2"),
-        (12, 2, "tensor=4"),
-        (12, 2, "data=2,seq=2,tensor=2"),
-        (3, 5, "seq=4,tensor=2"),
+        (WAN21, 4, 8, "seq=8"),
+        (WAN21, 4, 8, "data=2"),
+        (WAN21, 12, 2, "tensor=4"),
+        (WAN21, 12, 2, "data=2,seq=2,tensor=2"),
+        (WAN21, 3, 5, "seq=4,tensor=2"),
+        (WAN22, 4, 2, "seq=4"),
+        (WAN22, 3, 5, "data=2,seq=2,tensor=2"),
     ],
 )
-def test_vae(height, width, mesh):
+def test_vae(config, height, width, mesh):
     """Strips of the longer side, three chunks each way; 12 divides by 4 only, 5 by nothing until it is upsampled."""
-    spec, values, latents, frames = vae_case(height, width)
-    decoded, encoded = vae_alone(height, width)
+    spec, values, latents, frames = vae_case(config, height, width)
+    decoded, encoded = vae_alone(config, height, width)
     assert np.std(decoded) > 0.1
     assert largest_error(on(mesh, spec, values, decode, latents), decoded) < TOLERANCE
     assert largest_error(on(mesh, spec, values, encode, frames), encoded) < TOLERANCE
 
 
-@pytest.mark.parametrize(("height", "width"), [(4, 8), (6, 2)])
-@pytest.mark.parametrize("mesh", ["seq=1", "seq=4"])
-def test_vae_frame_by_frame(height, width, mesh, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "height", "width", "mesh"),
+    [
+        (WAN21, 4, 8, "seq=1"),
+        (WAN21, 4, 8, "seq=4"),
+        (WAN21, 6, 2, "seq=1"),
+        (WAN21, 6, 2, "seq=4"),
+        (WAN22, 4, 2, "seq=1"),
+    ],
+)
+def test_vae_frame_by_frame(config, height, width, mesh, monkeypatch):
     """The frames of a chunk one by one are those of all at once; a batch of two. Measured: 3.3e-6."""
-    spec, values, *inputs = vae_case(height, width)
+    spec, values, *inputs = vae_case(config, height, width)
     latents, frames = (np.concatenate([x, x[:, ::-1]]) for x in inputs)
 
     def run(model, latents, frames):

@@ -76,6 +76,20 @@ VAE_CONFIG = {
     "latents_std": LATENTS_STD,
 }
 
+# Of Wan 2.2: a decoder of another width, and statistics for 48 channels.
+VAE22_CONFIG = {
+    **VAE_CONFIG,
+    "decoder_base_dim": 12,
+    "z_dim": 48,
+    "is_residual": True,
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "scale_factor_spatial": 16,
+    "latents_mean": [round(float(x), 4) for x in np.random.RandomState(3).uniform(-1, 1, 48)],
+    "latents_std": [round(float(x), 4) for x in np.random.RandomState(4).uniform(0.5, 1.5, 48)],
+}
+
 TEXT_ENCODER_CONFIG = {
     "architectures": ["UMT5EncoderModel"],
     "model_type": "umt5",
@@ -170,6 +184,11 @@ def transformer(config_file: Mapping[str, Any] = TRANSFORMER_CONFIG, dtype=np.fl
 def vae(config_file: Mapping[str, Any] = VAE_CONFIG) -> Part:
     spec = VAE.spec(config.vae_config(config_file, "tiny"))
     return Part(spec, mapping.VAE_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
+
+
+def vae22(config_file: Mapping[str, Any] = VAE22_CONFIG) -> Part:
+    spec = VAE.spec(config.vae22_config(config_file, "tiny"))
+    return Part(spec, mapping.VAE22_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
 
 
 def text_encoder(config_file: Mapping[str, Any] = TEXT_ENCODER_CONFIG, dtype=np.float32) -> Part:

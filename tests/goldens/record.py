@@ -12,6 +12,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_goldens as cases
+import tiny
 from parity import reference
 
 
@@ -33,5 +34,13 @@ def goldens() -> dict[str, np.ndarray]:
     return arrays
 
 
+def vae22_goldens() -> dict[str, np.ndarray]:
+    vae = reference.vae(tiny.VAE22_CONFIG)
+    frames = reference.decode(vae, cases.vae22_latents())
+    assert (np.abs(frames) >= 1).mean() < 0.05
+    return {"encode": reference.encode(vae, cases.vae22_frames()), "decode": frames}
+
+
 if __name__ == "__main__":
+    np.savez_compressed(cases.VAE22_GOLDENS, **vae22_goldens())
     np.savez_compressed(cases.GOLDENS, **goldens())

@@ -1,8 +1,10 @@
-"""The published Wan 2.1 text-to-video models, and how `config.json` files are read.
+"""The published Wan 2.1 text-to-video models, the autoencoder of Wan 2.2, and how `config.json` files are read.
 
-Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py.
+Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py;
+Wan-Video/Wan2.2, wan/modules/vae2_2.py (sizes of `WanVAE_`, and those and latent statistics of `Wan2_2_VAE`).
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +27,29 @@ WAN21_VAE = VAEConfig(
     latents_std=(
         2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
         3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+    ),
+)
+WAN22_VAE = VAEConfig(
+    base_dim=160,
+    decoder_base_dim=256,
+    latent_channels=48,
+    residual=True,
+    patch=2,
+    latents_mean=(
+        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557,
+        -0.1382, 0.0542, 0.2813, 0.0891, 0.1570, -0.0098, 0.0375, -0.1825,
+        -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230,
+        -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520, 0.3748,
+        0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+    ),
+    latents_std=(
+        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013,
+        0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978,
+        0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093,
+        0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887,
+        0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
     ),
 )
 # fmt: on
@@ -60,6 +85,13 @@ VAE_FIXED = {
     "in_channels": (3,),
     "out_channels": (3,),
 }
+VAE22_FIXED = {
+    "attn_scales": ([],),
+    "is_residual": (True,),
+    "patch_size": (WAN22_VAE.patch,),
+    "in_channels": (3 * WAN22_VAE.patch**2,),
+    "out_channels": (3 * WAN22_VAE.patch**2,),
+}
 T5_FIXED = {"model_type": ("umt5",), "feed_forward_proj": ("gated-gelu",)}
 CLIP_FIXED = {"model_type": ("clip_vision_model",), "hidden_act": ("gelu",), "num_channels": (3,)}
 
@@ -79,6 +111,7 @@ VAE_KEYS = {
     "latents_mean": "latents_mean",
     "latents_std": "latents_std",
 }
+VAE22_KEYS = {**VAE_KEYS, "decoder_base_dim": "decoder_base_dim"}
 T5_KEYS = {
     "vocab_size": "vocabulary",
     "d_model": "dim",
@@ -140,8 +173,17 @@ def vae_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] 
     """
     numbers = {name: value for name, value in numbers.items() if name != "image_channels"}
     statistics = {"latents_mean": WAN21_VAE.latents_mean, "latents_std": WAN21_VAE.latents_std}
-    parsed = VAEConfig(**statistics | _merge(config, VAE_KEYS, VAE_FIXED, file, numbers))
-    for key in statistics:
+    return _checked(VAEConfig(**statistics | _merge(config, VAE_KEYS, VAE_FIXED, file, numbers)), file)
+
+
+def vae22_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> VAEConfig:
+    """The autoencoder of Wan 2.2, likewise; what the file leaves out is that of `WAN22_VAE`."""
+    stated = _merge(config, VAE22_KEYS, VAE22_FIXED, file, numbers, "the autoencoder of Wan 2.2")
+    return _checked(dataclasses.replace(WAN22_VAE, **stated), file)
+
+
+def _checked(parsed: VAEConfig, file: str) -> VAEConfig:
+    for key in ("latents_mean", "latents_std"):
         if (count := len(getattr(parsed, key))) != parsed.latent_channels:
             raise UserError(f"{file}: {key} has {count} values for z_dim {parsed.latent_channels}")
     return parsed
@@ -163,11 +205,12 @@ def _merge(
     fixed: Mapping[str, tuple[Any, ...]],
     file: str,
     numbers: Mapping[str, Any],
+    model: str = "Wan 2.1 text-to-video",
 ) -> dict[str, Any]:
     """Our fields from the file and from the tensors, which must agree."""
     for key, wanted in fixed.items():
         if (value := config.get(key, wanted[0])) not in wanted:
-            raise UserError(f"{file}: {key} is {value!r}; Wan 2.1 text-to-video needs {wanted[0]!r}")
+            raise UserError(f"{file}: {key} is {value!r}; {model} needs {wanted[0]!r}")
     values = dict(numbers)
     for key, field in keys.items():
         if (value := config.get(key)) is None:

@@ -53,6 +53,8 @@ VAE_DIFFUSERS = Mapping(
     )
 )
 
+VAE22_DIFFUSERS = Mapping(renames=(*VAE_DIFFUSERS.renames, (r"\.(up|down)samplers\.0\.", r".\1sampler.")))
+
 VAE_ENCODER = {
     "diffusers": ((r"^(encoder|quant_conv)\.", "only decoding is needed"),),
     "official": ((r"^(encoder|conv1)\.", "only decoding is needed"),),
@@ -61,7 +63,9 @@ VAE_ENCODER = {
 
 
 def vae_official(c: VAEConfig) -> Mapping:
-    """The official decoder numbers its blocks in one flat list, so the mapping depends on their number per level."""
+    """The official code numbers the layers of a level in one list with its up- or downsampling, and 2.1 those of all
+    levels, so the mapping depends on their number.
+    """
     stride = c.blocks + 2  # residual blocks of a decoder level, and its upsampling
     flat = [
         (rf"^decoder\.up_blocks\.{level}\.resnets\.{i}\.", f"decoder.upsamples.{level * stride + i}.")
@@ -72,6 +76,12 @@ def vae_official(c: VAEConfig) -> Mapping:
         (rf"^decoder\.up_blocks\.{level}\.upsamplers\.0\.", f"decoder.upsamples.{level * stride + stride - 1}.")
         for level in range(len(c.multipliers) - 1)
     ]
+    nested = [
+        (r"^decoder\.up_blocks\.(\d+)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
+        (r"^decoder\.up_blocks\.(\d+)\.upsamplers\.0\.", rf"decoder.upsamples.\1.upsamples.{c.blocks + 1}."),
+        (r"^encoder\.down_blocks\.(\d+)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
+        (r"^encoder\.down_blocks\.(\d+)\.downsamplers\.0\.", rf"encoder.downsamples.\1.downsamples.{c.blocks}."),
+    ]
     return Mapping(
         renames=(
             (r"^encoder\.quant_conv", "conv1"),
@@ -80,8 +90,8 @@ def vae_official(c: VAEConfig) -> Mapping:
             (r"\.mid_block\.resnets\.0\.", ".middle.0."),
             (r"\.mid_block\.attentions\.0\.", ".middle.1."),
             (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+            *(nested if c.residual else flat),
             (r"^encoder\.down_blocks\.", "encoder.downsamples."),
-            *flat,
             (r"\.out\.norm\.", ".head.0."),
             (r"\.out\.conv\.", ".head.2."),
             (r"\.conv\.", ".resample.1."),

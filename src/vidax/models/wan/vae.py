@@ -1,4 +1,4 @@
-"""The Wan 2.1 causal video autoencoder: 4 x 8 x 8 compression, 16 latent channels.
+"""The causal video autoencoders of Wan: 2.1 (4 x 8 x 8 compression, 16 latent channels) and 2.2 (4 x 16 x 16, 48).
 
 Unusual about this network: every convolution over time is causal, so a video is coded frame chunk by frame chunk,
 and what a convolution needs of the past is an explicit cache that goes in and comes out. The first frame is coded
@@ -6,8 +6,11 @@ alone (1 + 4k frames give 1 + k latent frames): for it the temporal up- and down
 convolutions see zeros in its place afterwards. Norms are RMS over channels. Everything is float32 at full precision,
 as in the official code.
 
-Source: Wan-Video/Wan2.1, wan/modules/vae.py. Names of parameters follow diffusers' AutoencoderKLWan, whose layout is
-the readable one.
+2.2 is 2.1 with patches of 2 x 2 pixels as the channels of its outermost frames, a decoder wider than the encoder, and a
+shortcut without parameters around each level that changes the size: `Average` down, `Duplicate` up.
+
+Source: Wan-Video/Wan2.1, wan/modules/vae.py; Wan-Video/Wan2.2, wan/modules/vae2_2.py. Names of parameters follow
+diffusers' AutoencoderKLWan, whose layout is the readable one.
 """
 
 import dataclasses
@@ -28,13 +31,16 @@ Cache = Any  # a pytree of past frames; None before the first chunk
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VAEConfig:
-    """Architecture and latent statistics. Full-size values: official wan/modules/vae.py."""
+    """Architecture and latent statistics. Full-size values, of 2.1: official wan/modules/vae.py."""
 
     base_dim: int = 96
+    decoder_base_dim: int | None = None  # that of the encoder
     latent_channels: int = 16
     multipliers: tuple[int, ...] = (1, 2, 4, 4)
     blocks: int = 2  # residual blocks of an encoder level; a decoder level has one more
     time_downsample: tuple[bool, ...] = (False, True, True)
+    residual: bool = False  # shortcuts around levels
+    patch: int = 1  # side of the squares of pixels that are one position of the network's frames
     latents_mean: tuple[float, ...]
     latents_std: tuple[float, ...]
 
@@ -49,7 +55,7 @@ class VAEConfig:
 
     @property
     def space_factor(self) -> int:
-        return 2 ** (len(self.multipliers) - 1)
+        return self.patch * 2 ** (len(self.multipliers) - 1)
 
 
 @module
@@ -187,16 +193,14 @@ class Downsample:
 
 @module
 class Upsample:
-    """Twice the size in space at half the channels, and with `time_conv` twice the frames (all but the first of a
-    video).
-    """
+    """Twice the size in space, and with `time_conv` twice the frames (all but the first of a video)."""
 
     conv: Conv2d
     time_conv: CausalConv3d | None
 
     @staticmethod
-    def spec(dim: int, time: bool):
-        return Upsample(Conv2d.spec(dim, dim // 2), CausalConv3d.spec(dim, 2 * dim, (3, 1, 1)) if time else None)
+    def spec(d_in: int, d_out: int, time: bool):
+        return Upsample(Conv2d.spec(d_in, d_out), CausalConv3d.spec(d_in, 2 * d_in, (3, 1, 1)) if time else None)
 
     def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if self.time_conv is not None:
@@ -263,12 +267,76 @@ def strips(height: int, width: int) -> tuple[Axis, ...]:
 
 
 @module
+class Average:
+    """The shortcut around a level that makes frames smaller. What becomes one position, in the order of channels,
+    frames, rows and columns, is cut into as many equal runs as there are channels to make, and each run into its mean.
+    """
+
+    channels: int = static()
+    time: int = static()  # frames that become one; the first of a video has zeros before it
+    space: int = static()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (-x.shape[1] % self.time, 0), (0, 0), (0, 0), (0, 0)))
+        fold = "b (f t) (h p) (w q) c -> b f h w (c t p q)"
+        x = rearrange(x, fold, t=self.time, p=self.space, q=self.space)
+        return jnp.mean(rearrange(x, "b f h w (c run) -> b f h w c run", c=self.channels), -1)
+
+
+@module
+class Duplicate:
+    """The shortcut around a level that makes frames larger: each channel as often as it takes to fill, in the order of
+    channels, frames, rows and columns, the positions that one becomes.
+    """
+
+    channels: int = static()
+    time: int = static()  # frames that one becomes; of the first of a video the last of them alone
+    space: int = static()
+
+    def __call__(self, x: jax.Array, first: bool) -> jax.Array:
+        run = self.channels * self.time * self.space**2 // x.shape[-1]
+        x = repeat(x, "b f h w c -> b f h w (c run)", run=run)
+        unfold = "b f h w (c t p q) -> b (f t) (h p) (w q) c"
+        x = rearrange(x, unfold, t=self.time, p=self.space, q=self.space)
+        return x[:, self.time - 1 :] if first else x
+
+
+@module
+class DownBlock:
+    """A level of the encoder of 2.2. That of 2.1 has the same layers in one list, without shortcuts."""
+
+    resnets: tuple[ResidualBlock, ...]
+    downsamplers: tuple[Downsample, ...]  # one or none
+    shortcut: Average
+
+    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        y, cache = _chain((*self.resnets, *self.downsamplers), x, cache)
+        return y + self.shortcut(x), cache
+
+
+@module
 class UpBlock:
     resnets: tuple[ResidualBlock, ...]
     upsamplers: tuple[Upsample, ...]  # one or none
+    shortcut: Duplicate | None  # in 2.2, around an upsampling
 
     def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        return _chain((*self.resnets, *self.upsamplers), x, cache)
+        y, after = _chain((*self.resnets, *self.upsamplers), x, cache)
+        return y if self.shortcut is None else y + self.shortcut(x, first=cache is None), after
+
+
+def patchify(frames: jax.Array, side: int) -> jax.Array:
+    """[B F H W C] to [B F H/side W/side C*side*side], columns of a patch before its rows."""
+    if side == 1:
+        return frames
+    return rearrange(frames, "b f (h q) (w r) c -> b f h w (c r q)", q=side, r=side)
+
+
+def unpatchify(x: jax.Array, side: int) -> jax.Array:
+    """The inverse of `patchify`."""
+    if side == 1:
+        return x
+    return in_strips(rearrange(x, "b f h w (c r q) -> b f (h q) (w r) c", q=side, r=side))
 
 
 @module
@@ -285,7 +353,7 @@ class Out:
 @module
 class Encoder:
     conv_in: CausalConv3d
-    down_blocks: tuple[ResidualBlock | Downsample, ...]
+    down_blocks: tuple[ResidualBlock | Downsample, ...] | tuple[DownBlock, ...]
     mid_block: MidBlock
     out: Out
     quant_conv: Linear
@@ -296,12 +364,14 @@ class Encoder:
         dims = [c.base_dim * m for m in (1, *c.multipliers)]
         layers: list = []
         for level, (d_in, d_out) in enumerate(itertools.pairwise(dims)):
-            layers += [ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks)]
-            if level < len(c.time_downsample):
-                layers.append(Downsample.spec(d_out, c.time_downsample[level]))
+            resnets = tuple(ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks))
+            time = c.time_downsample[level : level + 1]
+            down = tuple(Downsample.spec(d_out, t) for t in time)
+            shortcut = Average(d_out, 1 + any(time), 1 + len(time))
+            layers += [DownBlock(resnets, down, shortcut)] if c.residual else [*resnets, *down]
         twice = 2 * c.latent_channels  # mean and log-variance
         return Encoder(
-            conv_in=CausalConv3d.spec(3, dims[0]),
+            conv_in=CausalConv3d.spec(3 * c.patch**2, dims[0]),
             down_blocks=tuple(layers),
             mid_block=MidBlock.spec(dims[-1]),
             out=Out(Norm.spec(dims[-1]), CausalConv3d.spec(dims[-1], twice)),
@@ -310,13 +380,15 @@ class Encoder:
         )
 
     def __call__(self, frames: jax.Array, cache: Cache = None) -> tuple[jax.Array, Cache]:
-        """Frames [B F H W 3] in [-1, 1] to normalised latent means [B F' H/8 W/8 C].
+        """Frames [B F H W 3] in [-1, 1] to normalised latent means [B F' H/8 W/8 C], or in 2.2 [B F' H/16 W/16 C].
 
         The first chunk (no cache) is the first frame alone; every later one has a multiple of 4 frames.
         """
-        full = self.config.full_rate_levels * (self.config.blocks + 1) - 1  # up to the first that halves the frames
+        layers = 1 if self.config.residual else self.config.blocks + 1  # of `down_blocks`, in a level
+        full = self.config.full_rate_levels * layers - 1  # up to the first that halves the frames
         past1, past2 = cache or (None, None)
-        x, past1 = _frame_by_frame((self.conv_in, *self.down_blocks[:full]), frames, past1)
+        x = patchify(frames, self.config.patch)
+        x, past1 = _frame_by_frame((self.conv_in, *self.down_blocks[:full]), x, past1)
         x, past2 = _chain((*self.down_blocks[full:], self.mid_block, self.out), x, past2)
         mean = self.quant_conv(x)[..., : self.config.latent_channels]
         return (mean - jnp.asarray(self.config.latents_mean)) / jnp.asarray(self.config.latents_std), (past1, past2)
@@ -333,26 +405,29 @@ class Decoder:
 
     @staticmethod
     def spec(c: VAEConfig):
-        dims = [c.base_dim * m for m in (c.multipliers[-1], *reversed(c.multipliers))]
+        dims = [(c.decoder_base_dim or c.base_dim) * m for m in (c.multipliers[-1], *reversed(c.multipliers))]
         time_upsample = c.time_downsample[::-1]
+        halves = 1 if c.residual else 2  # in 2.1 an upsampling halves the channels
         blocks = []
         for level, (d_in, d_out) in enumerate(itertools.pairwise(dims)):
-            d_in = d_in // 2 if level else d_in  # the upsampling before it halves the channels
+            d_in = d_in // halves if level else d_in
             resnets = tuple(ResidualBlock.spec(d_out if i else d_in, d_out) for i in range(c.blocks + 1))
-            up = (Upsample.spec(d_out, time_upsample[level]),) if level < len(time_upsample) else ()
-            blocks.append(UpBlock(resnets, up))
+            time = time_upsample[level : level + 1]
+            up = tuple(Upsample.spec(d_out, d_out // halves, t) for t in time)
+            shortcut = Duplicate(d_out, 1 + any(time), 2) if c.residual and up else None
+            blocks.append(UpBlock(resnets, up, shortcut))
         z = c.latent_channels
         return Decoder(
             post_quant_conv=Linear.spec(z, z, (None, None), jnp.float32, kernel=(1, 1, 1)),
             conv_in=CausalConv3d.spec(z, dims[0]),
             mid_block=MidBlock.spec(dims[0]),
             up_blocks=tuple(blocks),
-            out=Out(Norm.spec(dims[-1]), CausalConv3d.spec(dims[-1], 3)),
+            out=Out(Norm.spec(dims[-1]), CausalConv3d.spec(dims[-1], 3 * c.patch**2)),
             config=c,
         )
 
     def __call__(self, latents: jax.Array, cache: Cache = None) -> tuple[jax.Array, Cache]:
-        """Normalised latents [B F H W C] to frames [B F' 8H 8W 3] in [-1, 1].
+        """Normalised latents [B F H W C] to frames [B F' 8H 8W 3] in [-1, 1], or in 2.2 [B F' 16H 16W 3].
 
         The first chunk (no cache) is one latent frame and gives one frame; every later latent frame gives four.
         """
@@ -361,7 +436,7 @@ class Decoder:
         past1, past2 = cache or (None, None)
         x, past1 = _chain((self.conv_in, self.mid_block, *self.up_blocks[:slow]), self.post_quant_conv(z), past1)
         x, past2 = _frame_by_frame((*self.up_blocks[slow:], self.out), x, past2)
-        return jnp.clip(x, -1.0, 1.0), (past1, past2)
+        return jnp.clip(unpatchify(x, self.config.patch), -1.0, 1.0), (past1, past2)
 
 
 @module
