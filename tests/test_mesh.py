@@ -128,7 +128,7 @@ def test_image_encoder(heads, mesh):
 WAN21 = VAEConfig(
     base_dim=4, blocks=1, latent_channels=4, latents_mean=(0.1, -0.2, 0.3, 0.0), latents_std=(1.5, 0.5, 2.0, 1.0)
 )
-WAN22 = dataclasses.replace(WAN21, decoder_base_dim=8, residual=True, patch=2)
+WAN22 = dataclasses.replace(WAN21, decoder_base_dim=6, residual=True, patch=2)
 
 
 @functools.cache
