@@ -27,7 +27,6 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -41,7 +40,6 @@ import jax
 import jax.numpy as jnp
 from step_estimate import mesh_of
 
-import vidax
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS, WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.dit import Block, DiT, DiTConfig
@@ -51,8 +49,10 @@ from vidax.nn import abstract, named_leaves, placement
 from vidax.ops.attention import pallas_tpu
 from vidax.ops.flops import flops
 from vidax.parallel import mesh as meshes
+from vidax.planner import store
 from vidax.planner.chips import Chip, parse_topology
 from vidax.planner.phases import SHARE_OF_PEAK
+from vidax.planner.plan import versions
 from vidax.planner.schedule import seconds_of
 from vidax.weights.memory import program_bytes, split_bytes
 
@@ -160,7 +160,7 @@ def peak_bytes(
 
 
 def parameters(spec: Any) -> int:
-    return sum(math.prod(leaf.shape) for _, leaf in named_leaves(spec))
+    return sum(leaf.size for _, leaf in named_leaves(spec))
 
 
 def text_encoder_bytes(tensor: int) -> float:
@@ -197,12 +197,8 @@ def compiled(setup: Setup) -> Record:
     """Seconds of a step by what they are spent on, without attention, and bytes of a device beside the weights. Where
     layers are sent in chunks, from the program of one of them, as the planner has it for streamed layers.
     """
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    source = hashlib.sha256()
-    for file in sorted(Path(vidax.__file__).parent.rglob("*.py")):
-        source.update(file.read_bytes())
     streamed = setup.chunk is not None
-    key = (setup.config, setup.latents, setup.topology, setup.mesh, streamed, versions, source.hexdigest())
+    key = (setup.config, setup.latents, setup.topology, setup.mesh, streamed, versions(), store.code())
     folder = Path(tempfile.gettempdir()) / "vidax-plan-calibration"
     folder.mkdir(exist_ok=True)
     file = folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"

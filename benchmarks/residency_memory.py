@@ -73,11 +73,10 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
 def decode_row(size: str, topology: str, mesh: str) -> dict[str, Any]:
     width, height = map(int, size.split("x"))
     made = mesh_of(topology, mesh)
-    generation = topology.partition(":")[0]
     return {
         "model": "wan2.1-vae",
         "size": size,
-        "topology": f"{generation}-{made.size}",
+        "topology": topology,
         "device_gb": round(program_bytes(lower_decode(WAN21_VAE, (height // 8, width // 8), made).compile()) / 1e9, 2),
         "limit_gb": round(parse_topology(topology).chip.memory_bytes / 1e9, 2),
     }

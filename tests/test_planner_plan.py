@@ -76,6 +76,14 @@ def test_a_plan_is_made_once(capsys, monkeypatch):
         cli.main(["plan", "demo", "--here", "--frames", "5"])
 
 
+def test_a_plan_that_cannot_be_kept_is_given_and_says_so(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VIDAX_CACHE_DIR", str(tmp_path / "file"))
+    assert cli.main(["plan", "demo", "--here", "--frames", "5"]) == 0
+    told = capsys.readouterr()
+    assert "nothing says how much there is" in told.out and "warning: the plan is not kept: " in told.err
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     """Of the demo, at four times its size, on a device of 12 MB."""
     code, (made,) = planned(

@@ -144,7 +144,7 @@ def slices_of(engine: Engine, process: int) -> list:
     """
     mine = set(engine.mesh.devices.flat[4 * process : 4 * process + 4])
     found = []
-    for spec in (spec for spec in specs(engine) if "vocabulary" not in spec.axes):
+    for spec in (spec for spec in specs(engine) if not spec.looked_up):
         places = sharding(engine.mesh, spec.axes, spec.shape).devices_indices_map(spec.shape)
         ranges = [
             [list(part.indices(size)[:2]) for part, size in zip(index, spec.shape, strict=True)]

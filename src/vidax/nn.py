@@ -70,6 +70,11 @@ class Spec:
         return self.size * jnp.dtype(self.dtype).itemsize
 
     @property
+    def looked_up(self) -> bool:
+        """Whether it is an embedding table, of which a text takes some rows: it stays in its file."""
+        return "vocabulary" in self.axes
+
+    @property
     def small(self) -> bool:
         """Of a layer's parameter: whether it stays on the device where the layer waits in host memory. So do biases,
         norms and what no mesh splits, as modulation tables.

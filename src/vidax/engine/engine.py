@@ -296,7 +296,7 @@ class Engine:
 
         def stored(spec: Spec, layer: int | None) -> bool:
             if layer is None:
-                return "vocabulary" in spec.axes
+                return spec.looked_up
             return residency is not None and residency.disk and streamed(spec, layer)
 
         loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)

@@ -27,10 +27,14 @@ class Memory:
 
 def memory(mesh: jax.sharding.Mesh, limit_gb: float | None) -> Memory:
     """The budget of each device of a mesh. Raises UserError for a limit that is none."""
-    if limit_gb is not None and not limit_gb > 0:
-        raise UserError(f"memory limit {limit_gb} GB: give the GB of each device that may be used, as in 14.5")
+    check_limit(limit_gb)
     budget, own = device_budget(mesh, limit_gb), device_budget(mesh, None)
     return Memory(budget=budget, origin="the memory limit" if budget != own else "what the device has")
+
+
+def check_limit(limit_gb: float | None) -> None:
+    if limit_gb is not None and not limit_gb > 0:
+        raise UserError(f"memory limit {limit_gb} GB: give the GB of each device that may be used, as in 14.5")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

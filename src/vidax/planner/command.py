@@ -77,5 +77,6 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
                 search=wanted.search,
                 say=say,
             ).as_json()
-            store.keep(settings, made)
+            if unkept := store.keep(settings, made):
+                say(f"warning: {unkept}")
         yield made if price is None else made | {"cost_per_clip": show.cost(made, price)}

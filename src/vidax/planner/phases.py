@@ -138,49 +138,94 @@ def times(seconds: Seconds | None, count: float) -> Seconds | None:
     return None if seconds is None else {limit: count * value for limit, value in seconds.items()}
 
 
+def encode_text(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
+    """The texts of a request, one after the other. wish: the residency, None for as many layers as fit."""
+    place = dtype, target.mesh
+    return in_layers(
+        "encode text",
+        model.specs(dtype)["text_encoder"],
+        footprint=functools.partial(model.text_footprint, *place),
+        lower=functools.partial(model.lower_text, *place),
+        lower_layer=functools.partial(model.lower_text_layer, *place),
+        flops=lambda: model.flops(request.width, request.height, 1, 1, dtype)["text"],
+        runs=request.branches,
+        wish=wish,
+        dtype=dtype,
+        target=target,
+    )
+
+
 def denoise(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
-    """The steps. wish: the residency, None for as many layers as fit."""
+    """The steps; wish as above."""
     shape = request.width, request.height, request.frames, request.branches
     place = (*shape, dtype, target.mesh)
+    past = request.sampler.table().past
+    return in_layers(
+        "denoise",
+        model.specs(dtype)["transformer"],
+        footprint=functools.partial(model.footprint, *place),
+        lower=functools.partial(model.lower_step, *shape, past, dtype, target.mesh),
+        lower_layer=functools.partial(model.lower_layer, *place),
+        flops=lambda: model.flops(*shape, dtype)["step"],
+        runs=request.sampler.steps,
+        wish=wish,
+        dtype=dtype,
+        target=target,
+    )
+
+
+def in_layers(
+    name: str,
+    specs: Any,
+    *,
+    footprint: Callable[..., Footprint],
+    lower: Callable[[], Any],
+    lower_layer: Callable[[], Any],
+    flops: Callable[[], Mapping[str, float]],
+    runs: int,
+    wish: Residency | None,
+    dtype: Any,
+    target: Target,
+) -> Phase:
+    """A phase of a network of many layers: one program where all are resident, else that of a layer. Where nothing
+    compiles, by a rule of thumb and by the number of operations.
+    """
     layers: list[tuple[Program, Any]] = []  # the program of one, where it has been compiled
 
     def compile_layer() -> Any:
-        layers.append(compiled(functools.partial(model.lower_layer, *place), target))
+        if not layers:
+            layers.append(compiled(lower_layer, target))
         return layers[0][1]
 
-    footprint = functools.partial(model.footprint, *place)
-    stack = Stack(work="", footprint=footprint, compile=compile_layer, converted=False)
-    if target.compiles:
-        residency, needs, _ = decide(stack, wish, target.budget)
-    else:
-        needs = with_activations(footprint())
-        residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
     if not target.compiles:
-        seconds = by_operations(model.flops(*shape, dtype)["step"], target)
+        rough = footprint()
+        needs = dataclasses.replace(rough, fixed=rough.fixed + ROUGH_STREAMS * rough.stream)
+        residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
+        seconds = by_operations(flops(), target)
         program = Program(device_bytes=needs.total(residency), seconds=seconds, compile_seconds=None, how="modelled")
-    elif residency == RESIDENT and not apart(target.mesh, dtype):
-        past = request.sampler.table().past
-        step = functools.partial(model.lower_step, *shape, past, dtype, target.mesh)
-        program, _ = compiled(step, target)
     else:
-        layer, executable = layers[0] if layers else compiled(functools.partial(model.lower_layer, *place), target)
-        needs = footprint(executable)
-        program = dataclasses.replace(
-            layer, device_bytes=needs.total(residency), seconds=times(layer.seconds, needs.layers)
-        )
+        stack = Stack(work=name, footprint=footprint, compile=compile_layer, converted=False)
+        residency, needs, _ = decide(stack, wish, target.budget)
+        if residency == RESIDENT and not apart(target.mesh, dtype):
+            program, _ = compiled(lower, target)
+        else:
+            needs = footprint(compile_layer())
+            layer, _ = layers[0]
+            program = dataclasses.replace(
+                layer, device_bytes=needs.total(residency), seconds=times(layer.seconds, needs.layers)
+            )
     streamed = needs.layers - residency.count(needs.layers)
-    weights = device_weights(model.specs(dtype)["transformer"], target.mesh) - streamed * needs.layer
-    step_seconds = program.seconds
-    if step_seconds is not None and streamed:
-        step_seconds = step_seconds | {"host link": exposed(sum(step_seconds.values()), needs, streamed, target)}
+    seconds = program.seconds
+    if seconds is not None and streamed:
+        seconds = seconds | {"host link": exposed(sum(seconds.values()), needs, streamed, target)}
     return Phase(
-        name="denoise",
+        name=name,
         residency=residency,
         device_bytes=program.device_bytes,
-        weights_bytes=weights,
+        weights_bytes=device_weights(specs, target.mesh) - streamed * needs.layer,
         host_bytes=streamed * needs.layer * target.mesh.size,
-        runs=request.sampler.steps,
-        seconds=times(step_seconds, request.sampler.steps),
+        runs=runs,
+        seconds=times(seconds, runs),
         compile_seconds=program.compile_seconds,
         how=program.how,
         unknown=program.unknown,
@@ -196,43 +241,10 @@ def exposed(step_seconds: float, needs: Footprint, streamed: int, target: Target
     return max(0.0, streamed * copy - step_seconds)
 
 
-def with_activations(rough: Footprint) -> Footprint:
-    """A footprint without a compiled layer, with activations by a rule of thumb."""
-    return dataclasses.replace(rough, fixed=rough.fixed + ROUGH_STREAMS * rough.stream)
-
-
 def device_weights(specs: Any, mesh: Any) -> int:
     """Bytes of a part's parameters on each device: all but embedding tables, which stay in their files."""
-    kept = [spec for _, spec in named_leaves(specs) if "vocabulary" not in spec.axes]
+    kept = [spec for _, spec in named_leaves(specs) if not spec.looked_up]
     return split_bytes(kept, placement(mesh))
-
-
-def encode_text(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
-    """The texts of a request, one after the other."""
-    needs = with_activations(model.text_footprint(dtype, target.mesh))
-    residency = wish or (RESIDENT if target.budget is None else fill(needs, target.budget))
-    streamed = needs.layers - residency.count(needs.layers)
-    if target.compiles and not streamed and not apart(target.mesh, dtype):
-        program, _ = compiled(functools.partial(model.lower_text, dtype, target.mesh), target)
-        seconds = program.seconds
-    else:
-        seconds = by_operations(model.flops(request.width, request.height, 1, 1, dtype)["text"], target)
-        if seconds is not None:
-            seconds = seconds | {"host link": exposed(sum(seconds.values()), needs, streamed, target)}
-        program = Program(device_bytes=needs.total(residency), seconds=None, compile_seconds=None, how="modelled")
-    weights = device_weights(model.specs(dtype)["text_encoder"], target.mesh)
-    return Phase(
-        name="encode text",
-        residency=residency,
-        device_bytes=program.device_bytes,
-        weights_bytes=weights - streamed * needs.layer,
-        host_bytes=streamed * needs.layer * target.mesh.size,
-        runs=request.branches,
-        seconds=times(seconds, request.branches),
-        compile_seconds=program.compile_seconds,
-        how=program.how,
-        unknown=program.unknown,
-    )
 
 
 def decode(model: Architecture, request: Request, target: Target, full: bool) -> Phase:

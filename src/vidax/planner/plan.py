@@ -1,8 +1,10 @@
 """Whether a video fits on devices and how long it takes, before any of them is rented."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from vidax import __version__
 from vidax.engine.engine import Engine
 from vidax.engine.request import Request
-from vidax.engine.residency import gb
+from vidax.engine.residency import check_limit, gb, memory
 from vidax.errors import UserError
 from vidax.models.interface import Architecture
 from vidax.models.registry import Card
@@ -20,7 +22,7 @@ from vidax.parallel import mesh as meshes
 from vidax.parallel.mesh import AXES, MeshShape
 from vidax.planner.chips import Topology, chip_of, devices, has_libtpu, parse_topology
 from vidax.planner.phases import LIMITS, Phase, Target, decode, denoise, encode_text
-from vidax.weights.memory import USABLE, device_budget
+from vidax.weights.memory import USABLE
 from vidax.weights.residency import Residency
 
 SEARCHED = 3  # meshes that a search compiles
@@ -133,8 +135,6 @@ def rounded(seconds: float | None) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    from importlib import metadata
-
     found = {"vidax": __version__, "jax": jax.__version__}
     try:
         return found | {"libtpu": metadata.version("libtpu")}
@@ -182,36 +182,33 @@ def on_paper(shape: MeshShape) -> AbstractMesh:
 def there(name: str, memory_limit: float | None = None) -> Site:
     """A TPU slice by its name; without libtpu its devices are not described. Raises UserError for an unknown one."""
     topology = parse_topology(name)
+    check_limit(memory_limit)
+    own = topology.chip.memory_bytes
     return Site(
         name=name,
         devices=devices(topology) if has_libtpu() else None,
         count=topology.devices,
         topology=topology,
-        limit_bytes=min(topology.chip.memory_bytes, limit(memory_limit)),
+        limit_bytes=own if memory_limit is None else min(own, of_budget(memory_limit * 1e9)),
     )
 
 
-def limit(memory_limit: float | None) -> int:
-    """Bytes of the memory of a device that leave a limit in GB usable; more than any has without one."""
-    if memory_limit is None:
-        return 2**62
-    if not memory_limit > 0:
-        raise UserError(f"memory limit {memory_limit} GB: give the GB of each device that may be used, as in 14.5")
-    return math.ceil(memory_limit * 1e9 / USABLE)
+def of_budget(budget: float) -> int:
+    """Bytes of the memory of a device of which so many are usable."""
+    return math.ceil(budget / USABLE)
 
 
 def here(memory_limit: float | None = None) -> Site:
     """The devices of this machine."""
     found = meshes.default_devices()
-    mesh = meshes.make(MeshShape(seq=len(found)), found)
     count = len(found)
-    budget = device_budget(mesh, None if memory_limit is None else USABLE * limit(memory_limit) / 1e9)
+    budget = memory(meshes.make(MeshShape(seq=count), found), memory_limit).budget
     return Site(
         name=f"{count} x {found[0].device_kind}",
         devices=list(found),
         count=count,
         topology=slice_of(found[0], count),
-        limit_bytes=None if budget is None else math.ceil(budget / USABLE),
+        limit_bytes=None if budget is None else of_budget(budget),
     )
 
 
@@ -219,11 +216,13 @@ def require_room(engine: Engine, requests: Iterable[Request]) -> None:
     """Raises UserError for the first request whose frames do not fit on the engine's devices while they are decoded, as
     far as that is known beforehand; the engine itself looks after its networks of many layers.
     """
-    first, budget = engine.mesh.devices.flat[0], engine.memory.budget
+    if (budget := engine.memory.budget) is None:
+        return
+    first = engine.mesh.devices.flat[0]
     target = Target(mesh=engine.mesh, topology=slice_of(first, engine.mesh.size), budget=budget, compiles=False)
     for request in {(request.width, request.height): request for request in requests}.values():
         takes = decode(engine.model, request, target, full=False).device_bytes
-        if budget is not None and takes > budget:
+        if takes > budget:
             raise UserError(
                 f"{request.width}x{request.height}: decoding takes {gb(takes)} of each device by the plan, and "
                 f"{engine.memory.origin} is {gb(budget)}; use more devices or a smaller size, or try it with --force"
@@ -257,26 +256,29 @@ def make_plan(
     being done.
     """
     chosen = mesh or meshes.choose(site.count, model.dit.heads, 2 if card.guidance_scale > 1 else 1)
-    plan = _for_mesh(card, model, request, site, dtype, chosen, mesh is not None, residency, full, say)
-    others = []
+    on_mesh = functools.partial(_on_mesh, card, model, request, site, dtype, residency, say)
+    plan, others = on_mesh(chosen, full), list[Plan]()
     if mesh is None and search and site.compiles and site.count > 1:
-        for shape in promising(model, request, site, dtype, chosen)[: SEARCHED - 1]:
-            others.append(_for_mesh(card, model, request, site, dtype, shape, False, residency, False, say))
+        others = [on_mesh(shape) for shape in promising(model, request, site, dtype, chosen)[: SEARCHED - 1]]
     others.sort(key=lambda other: (not other.fits, other.step_seconds or math.inf))
-    return dataclasses.replace(plan, others=tuple(others), advice=(*advise(plan, others), *plan.advice))
+    return dataclasses.replace(
+        plan,
+        mesh_origin="auto" if mesh is None else "given",
+        others=tuple(others),
+        advice=(*advise(plan, others), *plan.advice),
+    )
 
 
-def _for_mesh(
+def _on_mesh(
     card: Card,
     model: Architecture,
     request: Request,
     site: Site,
     dtype: str,
-    shape: MeshShape,
-    given: bool,
     residency: Residency | None,
-    full: bool,
     say: Callable[[str], None],
+    shape: MeshShape,
+    full: bool = False,
 ) -> Plan:
     if shape.data > request.branches:
         raise UserError(
@@ -301,7 +303,7 @@ def _for_mesh(
         topology=site.name,
         chips=site.chips,
         mesh=shape,
-        mesh_origin="given" if given else "auto",
+        mesh_origin="auto",
         residency_origin="auto" if residency is None else "given",
         phases=(text, step, frames),
         limit_bytes=site.limit_bytes,
@@ -314,12 +316,10 @@ def promising(model: Architecture, request: Request, site: Site, dtype: str, cho
     layer: tokens that are exchanged, weights that are gathered, sums over `tensor` in float32.
     """
     count, heads = site.count, model.dit.heads
-    length, _, _ = model.attention_shape(request.width, request.height, request.frames)
     width, found = model.dit.dim, []
-    layer = model.footprint(
-        request.width, request.height, request.frames, request.branches, jnp.dtype(dtype),
-        on_paper(MeshShape()),
-    ).layer  # fmt: skip
+    size = request.width, request.height, request.frames
+    length, _, _ = model.attention_shape(*size)
+    layer = model.footprint(*size, request.branches, jnp.dtype(dtype), on_paper(MeshShape())).layer
     for data in (1, 2)[: request.branches]:
         for tensor in (t for t in range(1, count + 1) if heads % t == 0 and count % (data * t) == 0):
             seq = count // (data * tensor)

@@ -101,13 +101,11 @@ def plot(plans: list[dict[str, Any]], path: Path, *, overwrite: bool) -> Path:
         memory.set_title(
             f"{plan['model']}, {plan['size']}x{plan['frames']}, {plan['topology']}, {plan['mesh']}", size=9
         )
+        before = [0.0] * len(names)
         for limit, colour in COLOURS.items():
             spent = [(phase["seconds_by"] or {}).get(limit, 0.0) for phase in plan["phases"]]
-            before = [
-                sum((phase["seconds_by"] or {}).get(name, 0.0) for name in list(COLOURS)[: list(COLOURS).index(limit)])
-                for phase in plan["phases"]
-            ]
             time.barh(names, spent, left=before, color=colour, label=limit)
+            before = [sum(both) for both in zip(before, spent, strict=True)]
         time.set_xlabel("seconds")
         time.set_title(verdict(plan), size=9)
         for axes in (memory, time):

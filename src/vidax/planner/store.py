@@ -1,5 +1,6 @@
 """Plans kept on disk by what they were made of: the settings, the devices, this package's code and the compilers."""
 
+import functools
 import hashlib
 import json
 from importlib import resources
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vidax.engine import compilation_cache
+from vidax.errors import UserError
 from vidax.media.files import write_json
 from vidax.planner.plan import versions
 
@@ -30,6 +32,7 @@ def file_of(settings: dict[str, Any]) -> Path:
     return folder() / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
 
 
+@functools.cache
 def code() -> str:
     """A digest of this package's modules and tables."""
     digest = hashlib.sha256()
@@ -47,11 +50,12 @@ def recall(settings: dict[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def keep(settings: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Keep a plan. Where there is no place for it, the next one is made again."""
+def keep(settings: dict[str, Any], plan: dict[str, Any]) -> str | None:
+    """Keep a plan; a sentence says why if that cannot be. It is then made again the next time."""
     path = file_of(settings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, plan, overwrite=True)
-    except OSError:
-        return
+    except (OSError, UserError) as error:
+        return f"the plan is not kept: {error}"
+    return None

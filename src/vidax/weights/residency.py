@@ -93,7 +93,8 @@ class Ring:
 
     def __init__(self, layers: Sequence[Any]):
         self.layers = tuple(layers)
-        self.streamed = [i for i, layer in enumerate(self.layers) if host_bytes(layer)]
+        self._bytes = [host_bytes(layer) for layer in self.layers]
+        self.streamed = [i for i, count in enumerate(self._bytes) if count]
         self.reader = Reader({i: layer for i, layer in enumerate(self.layers) if is_stored(layer)})
         self.bytes_moved = 0  # to each device
         self.seconds_waited = 0.0  # with the layer before computed and this one not here, or not read
@@ -139,7 +140,7 @@ class Ring:
             self._coming = after, self._copy(after)
 
     def _copy(self, i: int) -> Any:
-        self.bytes_moved += host_bytes(self.layers[i])
+        self.bytes_moved += self._bytes[i]
         layer = self._read(i) if i in self.reader.layers else self.layers[i]
         return jax.tree.map(to_device, layer)
 

@@ -196,7 +196,8 @@ def t5_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] =
 
 def clip_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> CLIPVisionConfig:
     """The image encoder of a transformers `image_encoder/config.json`; arguments as in `dit_config`."""
-    return CLIPVisionConfig(**_merge(config, CLIP_KEYS, CLIP_FIXED, file, numbers))
+    stated = _merge(config, CLIP_KEYS, CLIP_FIXED, file, numbers, "the image encoder of Wan 2.1")
+    return CLIPVisionConfig(**stated)
 
 
 def _merge(

@@ -21,7 +21,7 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
 from vidax.models.wan.vae import Decoder, VAEConfig, strips
-from vidax.nn import Spec, abstract, placement
+from vidax.nn import Spec, abstract, map_specs, placement
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
@@ -146,8 +146,7 @@ def lower_step(
 def lower_layer(config: DiTConfig, latents: tuple[int, ...], branches: int, mesh: Mesh, dtype=jnp.bfloat16):
     """`through` for latents [1 F H W C]."""
     place = Places(mesh)
-    ends = abstract(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place.parameter)
-    layer = abstract(Block.spec(config, dtype), place.parameter)
+    ends, layer = (abstract(specs, place.parameter) for specs in ends_and_layer(DiT.spec(config, dtype)))
     context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(
@@ -177,35 +176,37 @@ def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
 def lower_text_layer(config: T5Config, dtype, mesh: Mesh):
     """`encode_through` for one text."""
     place = Places(mesh)
-    ends = dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None)
-    parameters = (abstract(specs, place.parameter) for specs in (ends, T5Block.spec(config, dtype)))
+    ends, layer = (abstract(specs, place.parameter) for specs in ends_and_layer(T5Encoder.spec(config, dtype)))
     with jax.set_mesh(mesh):
-        ends, layer = parameters
         return encode_through.lower(ends, place((1,), jnp.int32), layer, place((1, TEXT_TOKENS, config.dim)))
+
+
+def ends_and_layer(network: Any) -> tuple[Any, Any]:
+    """The described ends of a network, without the table that stays in its file, and one of its layers."""
+    table = {"token_embedding": None} if isinstance(network, T5Encoder) else {}
+    return dataclasses.replace(network, blocks=None, **table), map_specs(Spec.layer, network.blocks)
 
 
 def footprint(
     config: DiTConfig, latents: tuple[int, ...], branches: int, dtype, mesh: Mesh, program: Compiled | None
 ) -> Footprint:
     """What denoising latents [1 F H W C] takes; without the compiled `program` of a layer, activations are left out."""
-    place = placement(mesh)
-    layer = split_bytes(Block.spec(config, dtype), place)
-    ends = split_bytes(dataclasses.replace(DiT.spec(config, dtype), blocks=None), place)
     # float32 latents, those of the last step and two predictions; a text of each branch.
     kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * config.dim
     tokens = math.prod(latents[1:4]) // math.prod(config.patch)
     stream = 4 * branches * tokens * config.dim // (mesh.shape["seq"] * mesh.shape["data"])
-    used = 0 if program is None else program_bytes(program) - layer
-    return Footprint(fixed=ends + kept + used, stream=stream, layer=layer, layers=config.layers)
+    return _footprint(DiT.spec(config, dtype), mesh, program, kept, stream)
 
 
 def text_footprint(config: T5Config, dtype, mesh: Mesh, program: Compiled | None) -> Footprint:
     """What encoding a text takes, in the same way."""
-    place = placement(mesh)
-    layer = split_bytes(T5Block.spec(config, dtype), place)
-    ends = split_bytes(dataclasses.replace(T5Encoder.spec(config, dtype), token_embedding=None, blocks=None), place)
+    return _footprint(T5Encoder.spec(config, dtype), mesh, program, 0, 4 * TEXT_TOKENS * config.dim)
+
+
+def _footprint(network: Any, mesh: Mesh, program: Compiled | None, kept: int, stream: int) -> Footprint:
+    ends, layer = (split_bytes(specs, placement(mesh)) for specs in ends_and_layer(network))
     used = 0 if program is None else program_bytes(program) - layer
-    return Footprint(fixed=ends + used, stream=4 * TEXT_TOKENS * config.dim, layer=layer, layers=config.layers)
+    return Footprint(fixed=ends + kept + used, stream=stream, layer=layer, layers=network.config.layers)
 
 
 class Places:
