@@ -1,14 +1,16 @@
-"""The Wan 2.1 diffusion transformer.
+"""The diffusion transformer of Wan 2.1 and 2.2.
 
 Unusual about this network: queries and keys are RMS-normalised over all heads together, not per head; the six
 modulation vectors of a block are a learned table plus one projection of the timestep that all blocks share; cross-
 attention reads the text without a mask, the padding being zero vectors; the timestep path, the modulation and the
-head stay in float32, as in the official code.
+head stay in float32, as in the official code. Where the first frames are given, as in TI2V-5B, their tokens have a
+timestep of their own. Image-to-video models of 2.1 attend to an image beside the text, with the same queries.
 
-Source: Wan-Video/Wan2.1, wan/modules/model.py. Names of parameters follow that file where it has names.
+Source: Wan-Video/Wan2.1 and Wan2.2, wan/modules/model.py. Names of parameters follow those files where they have names.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -35,6 +37,8 @@ class DiTConfig:
     in_channels: int = 16
     out_channels: int = 16
     text_dim: int = 4096
+    image_dim: int | None = None  # of the image encoder; without one, no attention to images
+    image_positions: int | None = None  # learned positions of image tokens: those of a first and a last frame
     frequency_dim: int = 256  # width of the sinusoidal timestep embedding
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
@@ -48,6 +52,13 @@ class DiTConfig:
         """Channels of a head that carry the frame, row and column position."""
         spatial = 2 * (self.head_size // 6)
         return self.head_size - 2 * spatial, spatial, spatial
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 @module
@@ -69,8 +80,7 @@ class MLP:
         return MLP(fc1, Linear.spec(hidden, d_out, axes[::-1], dtype), activation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = self.fc1(x)
-        hidden = jax.nn.gelu(hidden, approximate=True) if self.activation == "gelu_tanh" else jax.nn.silu(hidden)
+        hidden = ACTIVATIONS[self.activation](self.fc1(x))
         # Without the barrier XLA keeps it in float32 on v6e and computes the activation again for each tile of fc2.
         return self.fc2(jax.lax.optimization_barrier(hidden.astype(self.fc2.weight.dtype)))
 
@@ -83,10 +93,13 @@ class Attention:
     o: Linear
     norm_q: RMSNorm
     norm_k: RMSNorm
+    k_img: Linear | None  # keys and values of an image, in cross-attention
+    v_img: Linear | None
+    norm_k_img: RMSNorm | None
     heads: int = static()
 
     @staticmethod
-    def spec(c: DiTConfig, dtype):
+    def spec(c: DiTConfig, dtype, *, image: bool = False):
         heads = ("heads", c.heads)
 
         def project():
@@ -96,12 +109,21 @@ class Attention:
             return RMSNorm.spec(c.dim, c.eps, heads)
 
         o = Linear.spec(c.dim, c.dim, (heads, "embed"), dtype)
-        return Attention(project(), project(), project(), o, norm(), norm(), c.heads)
+        q, k, v = project(), project(), project()
+        of_image = (project(), project(), norm()) if image else (None,) * 3
+        return Attention(q, k, v, o, norm(), norm(), *of_image, c.heads)
 
     def __call__(
-        self, x: jax.Array, context: jax.Array, rope: Rope | None = None, real: int | None = None
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        image: jax.Array | None = None,
+        rope: Rope | None = None,
+        real: int | None = None,
     ) -> jax.Array:
-        """x [B L D] attends to context [B S D]. Self-attention has a `rope` table, and sees its first `real` tokens."""
+        """x [B L D] attends to context [B S D], and by itself to image [B I D]: both results are added. Self-attention
+        has a `rope` table, and sees its first `real` tokens.
+        """
         split = lambda t: rearrange(t, "b l (n k) -> b l n k", n=self.heads)  # noqa: E731
         q, k, v = split(self.norm_q(self.q(x))), split(self.norm_k(self.k(context))), split(self.v(context))
         if rope is not None:
@@ -110,6 +132,9 @@ class Attention:
         out = attention(
             q, k.astype(dtype), v.astype(dtype), real_keys=real, split="queries" if rope is None else "tokens"
         )
+        if image is not None:
+            k, v = split(self.norm_k_img(self.k_img(image))), split(self.v_img(image))
+            out = out + attention(q, k.astype(dtype), v.astype(dtype), split="queries")
         return self.o(rearrange(out, "b l n k -> b l (n k)"))
 
 
@@ -128,22 +153,18 @@ class Block:
             modulation=Spec((1, 6, c.dim), (None, None, None), jnp.float32, fan_in(c.dim)),
             self_attn=Attention.spec(c, dtype),
             norm3=LayerNorm.spec(c.dim, c.eps),
-            cross_attn=Attention.spec(c, dtype),
+            cross_attn=Attention.spec(c, dtype, image=c.image_dim is not None),
             ffn=MLP.spec(c.dim, c.mlp_dim, c.dim, dtype, "gelu_tanh"),
             eps=c.eps,
         )
 
-    def __call__(
-        self, x: jax.Array, modulation: jax.Array, context: jax.Array, rope: Rope, real: int | None = None
-    ) -> jax.Array:
-        """x [B L D] float32 (the residual stream), modulation [B 6 D] float32, context [B S D]; of the tokens of x the
-        first `real` are no padding.
-        """
-        shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(self.modulation + modulation, 6, axis=1)
-        dtype = self.self_attn.q.weight.dtype
+    def __call__(self, tokens: "Tokens", context: "Context") -> jax.Array:
+        """The residual stream [B L D] float32 after this block."""
+        x, dtype = tokens.x, self.self_attn.q.weight.dtype
+        shift1, scale1, gate1, shift2, scale2, gate2 = tokens.each(self.modulation + tokens.modulation)
         h = (standardize(x, self.eps) * (1 + scale1) + shift1).astype(dtype)
-        x = residual(x + self.self_attn(h, h, rope, real) * gate1)
-        x = residual(x + self.cross_attn(self.norm3(x).astype(dtype), context))
+        x = residual(x + self.self_attn(h, h, rope=tokens.rope, real=tokens.real) * gate1)
+        x = residual(x + self.cross_attn(self.norm3(x).astype(dtype), context.text, context.image))
         h = (standardize(x, self.eps) * (1 + scale2) + shift2).astype(dtype)
         return residual(x + self.ffn(h) * gate2)
 
@@ -162,15 +183,39 @@ class Head:
             eps=c.eps,
         )
 
-    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
-        shift, scale = jnp.split(self.modulation + time[:, None], 2, axis=1)
-        return self.head(standardize(x, self.eps) * (1 + scale) + shift)
+    def __call__(self, tokens: "Tokens") -> jax.Array:
+        shift, scale = tokens.each(self.modulation + tokens.time[:, :, None])
+        return self.head(standardize(tokens.x, self.eps) * (1 + scale) + shift)
+
+
+@module
+class ImageEmbedding:
+    """States of the image encoder to what the layers attend to."""
+
+    positions: Any  # [I image_dim], float32, or None
+    norm1: LayerNorm
+    mlp: MLP
+    norm2: LayerNorm
+
+    @staticmethod
+    def spec(c: DiTConfig, dtype):
+        dim, count, eps = c.image_dim, c.image_positions, 1e-5
+        assert dim is not None
+        positions = count and Spec((count, dim), (None, None), jnp.float32, fan_in(dim), stored=(1, count, dim))
+        mlp = MLP.spec(dim, dim, c.dim, dtype, "gelu", (None, "spread"))
+        return ImageEmbedding(positions, LayerNorm.spec(dim, eps), mlp, LayerNorm.spec(c.dim, eps))
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[B I D] from states [B I image_dim]."""
+        x = states if self.positions is None else states + self.positions
+        return self.norm2(self.mlp(self.norm1(x)))
 
 
 @module
 class DiT:
     patch_embedding: Linear
     text_embedding: MLP
+    image_embedding: ImageEmbedding | None
     time_embedding: MLP
     time_projection: Linear
     blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
@@ -183,6 +228,7 @@ class DiT:
         return DiT(
             patch_embedding=Linear.spec(math.prod(c.patch) * c.in_channels, c.dim, (None, None), dtype, kernel=c.patch),
             text_embedding=MLP.spec(c.text_dim, c.dim, c.dim, dtype, "gelu_tanh", (None, "spread")),
+            image_embedding=None if c.image_dim is None else ImageEmbedding.spec(c, dtype),
             time_embedding=MLP.spec(c.frequency_dim, c.dim, c.dim, jnp.float32, "silu", (None, "spread")),
             time_projection=Linear.spec(c.dim, 6 * c.dim, (None, "spread"), jnp.float32),
             blocks=stack(Block.spec(c, dtype), c.layers),
@@ -190,33 +236,44 @@ class DiT:
             config=c,
         )
 
-    def prepare(self, text: jax.Array) -> jax.Array:
-        """Text embeddings [B S text_dim] to context [B S D]: the same at every step of a sampling run."""
-        return constrain(self.text_embedding(text).astype(self.text_embedding.fc2.weight.dtype), "batch", None, None)
+    def prepare(self, text: jax.Array, image: jax.Array | None = None) -> "Context":
+        """Text embeddings [B S text_dim] and states of the image encoder [1 I image_dim] to what the layers attend to:
+        the same at every step of a sampling run.
+        """
+        dtype = self.text_embedding.fc2.weight.dtype
+        texts = constrain(self.text_embedding(text).astype(dtype), "batch", None, None)
+        if self.image_embedding is None or image is None:
+            return Context(texts, None)
+        image = self.image_embedding(image).astype(dtype)
+        images = jnp.broadcast_to(image, (len(texts), *image.shape[1:]))
+        return Context(texts, constrain(images, "batch", None, None))
 
-    def embed(self, latents: jax.Array, timesteps: jax.Array) -> "Tokens":
-        """What the layers work on, from latents [B F H W C] and timesteps [B] in 0..1000. Zeros are added to the tokens
-        where devices would not get the same number of them.
+    def embed(self, latents: jax.Array, timesteps: jax.Array, given: int = 0) -> "Tokens":
+        """What the layers work on, from latents [B F H W C] and timesteps [B] in 0..1000. The first `given` frames are
+        clean: their timestep is 0. Zeros are added to the tokens where devices would not get the same number of them.
         """
         c = self.config
         pt, ph, pw = c.patch
+        assert given % pt == 0, (given, pt)
         patches = rearrange(latents, "b (f pt) (h ph) (w pw) c -> b f h w (c pt ph pw)", pt=pt, ph=ph, pw=pw)
+        grid = patches.shape[1:4]
         x = rearrange(patches, "b f h w c -> b (f h w) c")
-        cos, sin = grid_table(patches.shape[1:4], c.rope_channels)
+        cos, sin = grid_table(grid, c.rope_channels)
         real = x.shape[1]
         padding = -real % (parts("tokens") * token_step(real))
         x = constrain(jnp.pad(x, ((0, 0), (0, padding), (0, 0))), "batch", "tokens", None)
         cos, sin = (constrain(jnp.pad(table, ((0, padding), (0, 0))), "tokens", None) for table in (cos, sin))
-        time = constrain(self.time_embedding(sinusoid(timesteps, c.frequency_dim)), "batch", None)
-        modulation = constrain(self.time_projection(jax.nn.silu(time)), "batch", None)
-        modulation = rearrange(modulation, "b (six d) -> b six d", six=6)
-        return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), real)
+        times = jnp.stack([jnp.zeros_like(timesteps), timesteps] if given else [timesteps], 1)
+        time = constrain(self.time_embedding(sinusoid(times, c.frequency_dim)), "batch", None, None)
+        modulation = constrain(self.time_projection(jax.nn.silu(time)), "batch", None, None)
+        modulation = rearrange(modulation, "b v (six d) -> b v six d", six=6)
+        clean = given // pt * math.prod(grid[1:])
+        return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), real, clean)
 
-    def block(self, layer: Block, tokens: "Tokens", context: jax.Array) -> "Tokens":
+    def block(self, layer: Block, tokens: "Tokens", context: "Context") -> "Tokens":
         """One layer, whose weights lie as they are stored."""
         layer = gathered(Block.spec(self.config, None), layer)
-        x = layer(tokens.x, tokens.modulation, context, tokens.rope, tokens.real)
-        return dataclasses.replace(tokens, x=x)
+        return dataclasses.replace(tokens, x=layer(tokens, context))
 
     def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
         """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C], whole on every device."""
@@ -229,13 +286,13 @@ class DiT:
     def finish(self, tokens: "Tokens", latents: jax.Array) -> jax.Array:
         """Predicted velocity [B F H W C] float32 from what the last layer gives, for latents of that shape."""
         grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
-        return self.decode(self.head(tokens.x, tokens.time), grid)
+        return self.decode(self.head(tokens), grid)
 
-    def __call__(self, latents: jax.Array, timesteps: jax.Array, context: jax.Array) -> jax.Array:
-        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`. A
-        layer that lies in host memory is copied to the device for its turn.
+    def __call__(self, latents: jax.Array, timesteps: jax.Array, context: "Context", given: int = 0) -> jax.Array:
+        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`, of
+        which the first `given` frames are clean. A layer that lies in host memory is copied to the device for its turn.
         """
-        tokens = self.embed(latents, timesteps)
+        tokens = self.embed(latents, timesteps, given)
 
         def step(x: jax.Array, layer: Block) -> tuple[jax.Array, None]:
             layer = on_device(Block.spec(self.config, None), layer)
@@ -246,14 +303,32 @@ class DiT:
 
 
 @module
+class Context:
+    """What the layers attend to beside the video."""
+
+    text: Any  # [B S D]
+    image: Any  # [B I D], or None
+
+
+@module
 class Tokens:
-    """A video between the layers, and what each layer takes beside it."""
+    """A video between the layers, and what each layer takes beside it. There are V timesteps: one, or 0 and another."""
 
     x: Any  # [B L D], float32
-    time: Any  # [B D]
-    modulation: Any  # [B 6 D]
+    time: Any  # [B V D]
+    modulation: Any  # [B V 6 D]
     rope: Any  # cos and sin [L K]
     real: int = static()  # how many tokens are no padding
+    clean: int = static()  # how many of them, the first, have timestep 0
+
+    def each(self, vectors: jax.Array) -> list[jax.Array]:
+        """Of vectors [B V n D], each of the n for all tokens: [B 1 D], or with two timesteps [B L D], which nothing
+        holds in memory because what it is multiplied with or added to comes at once.
+        """
+        if vectors.shape[1] == 1:
+            return [vectors[:, :, i] for i in range(vectors.shape[2])]
+        clean = jnp.arange(self.x.shape[1])[:, None] < self.clean
+        return [jnp.where(clean, vectors[:, :1, i], vectors[:, 1:, i]) for i in range(vectors.shape[2])]
 
 
 def residual(x: jax.Array) -> jax.Array:
@@ -262,9 +337,9 @@ def residual(x: jax.Array) -> jax.Array:
 
 
 def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:
-    """Sinusoidal embedding [B dim] of timesteps [B], cosines first (Vaswani et al. 2017)."""
+    """Sinusoidal embedding [... dim] of timesteps [...], cosines first (Vaswani et al. 2017)."""
     frequencies = jnp.exp(-math.log(10000.0) * jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
-    angles = timesteps.astype(jnp.float32)[:, None] * frequencies
+    angles = timesteps.astype(jnp.float32)[..., None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
 
 

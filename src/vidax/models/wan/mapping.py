@@ -18,6 +18,10 @@ DIT_DIFFUSERS = Mapping(
     renames=(
         (r"^text_embedding\.fc(\d)", r"condition_embedder.text_embedder.linear_\1"),
         (r"^time_embedding\.fc(\d)", r"condition_embedder.time_embedder.linear_\1"),
+        (r"^image_embedding\.positions$", "condition_embedder.image_embedder.pos_embed"),
+        (r"^image_embedding\.mlp\.fc1", "condition_embedder.image_embedder.ff.net.0.proj"),
+        (r"^image_embedding\.mlp\.fc2", "condition_embedder.image_embedder.ff.net.2"),
+        (r"^image_embedding\.", "condition_embedder.image_embedder."),
         (r"^time_projection", "condition_embedder.time_proj"),
         (r"^head\.modulation", "scale_shift_table"),
         (r"^head\.head", "proj_out"),
@@ -26,6 +30,8 @@ DIT_DIFFUSERS = Mapping(
         (r"\.norm3\.", ".norm2."),  # diffusers numbers the norms by position, the official code by creation
         (r"\.self_attn\.", ".attn1."),
         (r"\.cross_attn\.", ".attn2."),
+        (r"\.norm_k_img\.", ".norm_added_k."),
+        (r"\.([kv])_img\.", r".add_\1_proj."),
         (r"\.([qkv])\.", r".to_\1."),
         (r"\.o\.", ".to_out.0."),
         (r"\.ffn\.fc1", ".ffn.net.0.proj"),
@@ -36,6 +42,11 @@ DIT_DIFFUSERS = Mapping(
 DIT_OFFICIAL = Mapping(
     renames=(
         (r"^time_projection", "time_projection.1"),
+        (r"^image_embedding\.positions$", "img_emb.emb_pos"),
+        (r"^image_embedding\.norm1", "img_emb.proj.0"),
+        (r"^image_embedding\.mlp\.fc1", "img_emb.proj.1"),
+        (r"^image_embedding\.mlp\.fc2", "img_emb.proj.3"),
+        (r"^image_embedding\.norm2", "img_emb.proj.4"),
         (r"^blocks\.", "blocks.{}."),
         (r"\.fc1\.", ".0."),
         (r"^(text_embedding|time_embedding)\.fc1", r"\1.0"),
