@@ -11,7 +11,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vidax.engine.engine import Engine, Result, load
+    from vidax.engine.clip import Result
+    from vidax.engine.engine import Engine, load
     from vidax.engine.request import Request
     from vidax.engine.work import Job
     from vidax.errors import UserError
@@ -23,7 +24,7 @@ _HOMES = {
     "load": "vidax.engine.engine",
     "Engine": "vidax.engine.engine",
     "Job": "vidax.engine.work",
-    "Result": "vidax.engine.engine",
+    "Result": "vidax.engine.clip",
     "Request": "vidax.engine.request",
     "UserError": "vidax.errors",
     "Card": "vidax.models.registry",

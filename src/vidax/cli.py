@@ -26,13 +26,18 @@ REQUEST_FIELDS = (
     "fps",
     "steps",
     "guidance_scale",
+    "guidance_scale_2",
+    "boundary_ratio",
+    "image",
+    "last_image",
+    "fit",
     "flow_shift",
     "solver",
     "negative_prompt",
     "noise",
 )
 
-PARTS = ("transformer", "vae", "text-encoder", "tokenizer")
+PARTS = ("transformer", "transformer-2", "vae", "text-encoder", "image-encoder", "tokenizer")
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,7 +79,12 @@ def parser() -> Parser:
     make.add_argument("--frames", "--num-frames", type=int, metavar="N")
     make.add_argument("--fps", type=int, metavar="N", help="frames per second of the file")
     make.add_argument("--steps", "--num-inference-steps", type=int, metavar="N", help="denoising steps")
+    make.add_argument("--image", metavar="FILE", help="the first frame; without --size the video has its aspect")
+    make.add_argument("--last-image", metavar="FILE", help="the last frame, of a model that takes one")
+    make.add_argument("--fit", metavar="crop|pad|stretch", help="how an image comes to the size (crop)")
     make.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off")
+    make.add_argument("--guidance-scale-2", type=float, metavar="G", help="of the second expert, for low noise")
+    make.add_argument("--boundary-ratio", type=float, metavar="R", help="of the noise, below which it takes over")
     make.add_argument("--flow-shift", type=float, metavar="S", help="above 1, more steps at high noise")
     make.add_argument("--solver", metavar="unipc|euler")
     make.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")

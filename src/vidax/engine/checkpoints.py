@@ -14,13 +14,12 @@ from vidax.engine.progress import Progress, Silent
 from vidax.errors import UserError, did_you_mean
 from vidax.media.files import sentences
 from vidax.models.interface import Model
-from vidax.models.locate import locate
+from vidax.models.locate import check_card, locate
 from vidax.models.registry import CARDS
 from vidax.models.towers.tokenizer import save_tokenizer
 from vidax.nn import named_leaves, parameter_bytes
 from vidax.weights import check_names, held
 from vidax.weights.hashes import verify, write_sums
-from vidax.weights.layouts import differences
 
 
 class Account(NamedTuple):
@@ -45,8 +44,7 @@ def open_named(name: str, weights: str | os.PathLike | None) -> Model:
         hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
         raise UserError(f"{name!r} is not a model's name; {hint}known models: {', '.join(CARDS)}")
     _, model = locate(weights, {})
-    if model.dit != CARDS[name].dit:
-        raise UserError(f"{weights}: not {name}: {differences(model.dit, CARDS[name].dit)}")
+    check_card(CARDS[name], model)
     return model
 
 
@@ -120,8 +118,11 @@ def convert(model: Model, output: str | os.PathLike, *, dtype: str, progress: Pr
 
 def write_index(model: Model, folder: Path) -> None:
     """`model_index.json` and `scheduler_config.json`, as in the layout of diffusers, whose recipe the folder keeps."""
-    assert model.scheduler is not None
-    components = {name: ["vidax", name] for name in (*model.files, "scheduler")}
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": model.pipeline, **components}, indent=2) + "\n")
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(model.scheduler, indent=2) + "\n")
+    configs = {"scheduler/scheduler_config.json": model.scheduler}
+    if model.image_processor is not None:
+        configs["image_processor/preprocessor_config.json"] = model.image_processor
+    components = {name: ["vidax", name] for name in (*model.files, *(Path(file).parent.name for file in configs))}
+    configs["model_index.json"] = {"_class_name": model.pipeline, **model.options, **components}
+    for name, content in configs.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -1,12 +1,11 @@
 """The engine: loads one part of a model at a time, runs its phase for every job and takes the memory back."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,25 +15,35 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vidax import __version__
+from vidax.engine.clip import Clip, Result
+from vidax.engine.loading import Ahead, Loader
 from vidax.engine.progress import Progress, Silent, after, phase
 from vidax.engine.request import Request, resolve, untrained
 from vidax.engine.residency import SOURCES, Stack, memory, settle
-from vidax.engine.work import Job, Work, require_same_jobs, streaming, waiting, warn, warn_of_cut
+from vidax.engine.work import (
+    Encoded,
+    Job,
+    Work,
+    framed,
+    require_same_jobs,
+    seen,
+    streaming,
+    waiting,
+    warn,
+    warn_of_cut,
+)
 from vidax.errors import UserError
-from vidax.media.files import record, write_json
-from vidax.media.output import open_writer, to_uint8
+from vidax.media.image import FITS, Picture
 from vidax.models.interface import Footprint, Model, Part
 from vidax.models.locate import locate
 from vidax.models.registry import Card
-from vidax.nn import Spec, parameter_bytes, placement
 from vidax.ops.attention import describe as describe_attention
 from vidax.parallel import mesh as meshes
 from vidax.parallel import processes
 from vidax.parallel.mesh import MeshShape
 from vidax.sampling.noise import normal
-from vidax.weights import load as load_weights
 from vidax.weights.memory import host_available
-from vidax.weights.residency import DEVICE, PINNED, RESIDENT, UNPINNED, Residency, Ring, layers_apart
+from vidax.weights.residency import Residency, Ring
 from vidax.weights.residency import parse as parse_residency
 
 WAITING = 0.1  # of the denoising time, above which a user should know
@@ -43,34 +52,24 @@ DTYPES = ("bfloat16", "float32")
 T = TypeVar("T")
 
 
-class Clip(NamedTuple):
-    """A job's frames [f H W 3] as they are decoded, and its record, which is complete when the last one is taken.
+class Parts(NamedTuple):
+    """What a run loads; of images where there are any."""
 
-    What stopped the job, be it steps ago, is raised when its frames are asked for.
-    """
+    text_encoder: Part
+    image_encoder: Part | None
+    encoder: Part | None
+    transformers: tuple[Part, ...]
+    decoder: Part
 
-    frames: Iterator[np.ndarray]
-    metadata: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """A video: frames [F H W 3], float32 in [0, 1] or uint8, frames per second, every setting, version and timing."""
-
-    frames: np.ndarray
-    fps: int
-    metadata: dict[str, Any]
-
-    def save(self, path: str | os.PathLike, *, overwrite: bool = False) -> Path:
-        """Write the frames as .mp4, .npy or .png and the metadata as .json beside them; returns the path."""
-        frames, height, width = self.frames.shape[:3]
-        writer = open_writer(
-            path, frames=frames, height=height, width=width, fps=self.fps, tags=tags(self.metadata), overwrite=overwrite
+    @staticmethod
+    def open(model: Model, dtype: Any, *, images: bool) -> "Parts":
+        return Parts(
+            text_encoder=model.text_encoder(dtype),
+            image_encoder=model.image_encoder(dtype) if images else None,
+            encoder=model.encoder() if images else None,
+            transformers=model.transformers(dtype),
+            decoder=model.decoder(),
         )
-        with writer:
-            writer.write(as_dtype(self.frames, writer.dtype))
-        write_json(record(writer.path), self.metadata, overwrite=overwrite)
-        return writer.path
 
 
 class Engine:
@@ -111,6 +110,7 @@ class Engine:
                 "give it devices of one process, or of all"
             )
         self.memory = memory(self.mesh, memory_limit)
+        self.loader = Loader(mesh=self.mesh, dtype=dtype)
         self._residencies: dict[str, Residency] = {}
 
     def request(self, prompt: str, **fields: Any) -> Request:
@@ -144,7 +144,7 @@ class Engine:
             yield Result(frames=np.concatenate(list(clip.frames)), fps=job.request.fps, metadata=clip.metadata)
 
     def run(self, jobs: Sequence[Job], progress: Progress | None = None) -> Iterator[Clip]:
-        """All text is encoded, then all latents are denoised, then decoded as the clips are taken, in order.
+        """Texts and images are encoded, then all latents are denoised, then decoded as the clips are taken, in order.
 
         Between the phases a job is a few megabytes on the host. A fault of one job is raised by its clip alone; what
         concerns all of them, such as weights that cannot be loaded, is raised here.
@@ -155,45 +155,162 @@ class Engine:
         if not jobs:
             return
         progress = progress or Silent()
-        dtype, timings = jnp.dtype(self.dtype), dict[str, float]()
+        timings = dict[str, float]()
         works = [Work(job, self.describe(job.request) | {"timings_seconds": {}}) for job in jobs]
         # Opened before any is read: a damaged file is found now, not after an hour of denoising.
         with processes.in_step(self.shared):
-            parts = self.model.text_encoder(dtype), self.model.transformer(dtype), self.model.decoder()
+            parts = Parts.open(self.model, jnp.dtype(self.dtype), images=any(job.request.images for job in jobs))
         if self.shared:
             require_same_jobs(works)
+        encoded = Encoded()
+        self.encode_texts(parts, works, encoded, timings, progress)
+        self.encode_images(parts, works, encoded, timings, progress)
+        self.denoise(parts.transformers, works, encoded, timings, progress)
+        del encoded
+        yield from self.clips(parts.decoder, works, timings, progress)
 
-        encoder = self.load("text encoder", parts[0], works, timings, progress, self.settle_text())
-        prompts = list(dict.fromkeys(prompt for job in jobs for prompt in job.request.prompts))
-        texts: dict[str, np.ndarray] = {}
+    def encode_texts(
+        self, parts: "Parts", works: Sequence[Work], encoded: Encoded, timings: dict[str, float], progress: Progress
+    ) -> None:
+        encoder = self.loader.load("text encoder", parts.text_encoder, works, timings, progress, self.settle_text())
+        prompts = list(dict.fromkeys(prompt for work in works for prompt in work.job.request.prompts))
         with phase("encode text", len(prompts), timings, progress) as advance, self.in_collectives():
-            encoded = self.on_mesh(self.model.encode_text(encoder, prompts))
-            for prompt, text in zip(prompts, encoded, strict=True):
-                texts[prompt] = text.embeddings
+            made = self.on_mesh(self.model.encode_text(encoder, prompts))
+            for prompt, text in zip(prompts, made, strict=True):
+                encoded.texts[prompt] = text.embeddings
                 if text.truncated:
                     warn_of_cut(prompt, len(text.embeddings), works, progress)
-                advance(len(texts))
+                advance(len(encoded.texts))
         release(encoder)
-        del encoder
 
-        residency = min((self.settle(job.request) for job in jobs), key=lambda r: r.resident / r.of)
-        dit = self.load("transformer", parts[1], works, timings, progress, residency)
-        with phase("denoise", sum(work.steps for work in works), timings, progress) as advance:
+    def encode_images(
+        self, parts: "Parts", works: Sequence[Work], encoded: Encoded, timings: dict[str, float], progress: Progress
+    ) -> None:
+        requests = [work.job.request for work in works if work.job.request.images]
+        if parts.image_encoder:
+            images = {seen(request): request.images for request in requests}
+            tower = self.loader.load("image encoder", parts.image_encoder, works, timings, progress)
+            with phase("look at images", len(images), timings, progress) as advance, self.in_collectives():
+                for key, pictures in images.items():
+                    with jax.set_mesh(self.mesh):
+                        encoded.states[key] = self.model.encode_images(tower, [p.pixels for p in pictures])
+                    advance(len(encoded.states))
+            del tower
+        if parts.encoder:
+            videos = {framed(request): request for request in requests}
+            encoder = self.loader.load("encoder", parts.encoder, works, timings, progress)
+            total = sum(request.frames for request in videos.values())
+            with phase("encode images", total, timings, progress) as advance, self.in_collectives():
+                done = 0
+                for key, request in videos.items():
+                    frames = [self.frame(request, picture) for picture in request.images]
+                    with jax.set_mesh(self.mesh):
+                        encoded.given[key] = self.model.encode_frames(
+                            encoder, frames, request.frames, after(done, advance)
+                        )
+                    done += request.frames
+
+    def frame(self, request: Request, picture: Picture) -> np.ndarray:
+        """A picture as a frame [H W 3] of a request's video."""
+        how = self.model.fit if request.fit == "official" else FITS[request.fit or "crop"]
+        return how(picture.pixels, (request.width, request.height))
+
+    def denoise(
+        self,
+        transformers: Sequence[Part],
+        works: Sequence[Work],
+        encoded: Encoded,
+        timings: dict[str, float],
+        progress: Progress,
+    ) -> None:
+        """All steps of one transformer, for all jobs, and then those of the other; each leaves its latents."""
+        residency = min((self.settle(work.job.request) for work in works), key=lambda r: r.resident / r.of)
+        names = ("transformer",) if len(transformers) == 1 else ("high-noise transformer", "low-noise transformer")
+        turns = [
+            (stage, Ahead(self.loader, name, part, residency))
+            for stage, (name, part) in enumerate(zip(names, transformers, strict=True))
+            if any(work.job.request.stages[stage].steps for work in works)
+        ]
+        try:
+            for turn, (stage, ahead) in enumerate(turns):
+                dit = ahead.take(works, timings, progress)
+                for _, following in turns[turn + 1 :]:
+                    following.start()
+                self.denoise_stage(dit, stage, works, encoded, timings, progress)
+                release(dit)
+                del dit
+        finally:
+            for _, ahead in turns:
+                ahead.close()
+
+    def denoise_stage(
+        self,
+        dit: Any,
+        stage: int,
+        works: Sequence[Work],
+        encoded: Encoded,
+        timings: dict[str, float],
+        progress: Progress,
+    ) -> None:
+        """The steps of one transformer, for all jobs."""
+        name = "denoise" if len(works[0].job.request.stages) == 1 else f"denoise, {('high', 'low')[stage]} noise"
+        total = sum(len(work.job.request.stages[stage].steps) for work in works)
+        with phase(name, total, timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
                 progress.job(number, len(works))
-                with work.own_fault(), self.in_collectives(), work.timed("denoise"):
-                    work.latents = self.denoise(dit, work, texts, after(done, advance))
-                if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
-                    warn(waiting(share, self.settle(work.job.request)), [work], progress)
-                done += work.steps
+                if work.error is None and work.job.request.stages[stage].steps:
+                    with work.own_fault(), self.in_collectives(), work.timed("denoise"):
+                        self.denoise_job(dit, work, stage, encoded, after(done, advance))
+                done += len(work.job.request.stages[stage].steps)
                 advance(done)
-        release(dit)
-        del dit, texts
+        for work in works:
+            if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
+                warn(waiting(share, self.settle(work.job.request)), [work], progress)
 
+    def denoise_job(self, dit: Any, work: Work, stage: int, encoded: Encoded, on_steps: Callable[[int], None]) -> None:
+        """A job's steps of one transformer: its state comes to the host, after the last one as latents [1 F H W C]."""
+        request = work.job.request
+        steps, scale = request.stages[stage]
+        inputs = encoded.inputs(request, guided=request.stages[stage].guided)
+        if work.state is None:
+            f, h, w, c = self.model.latent_shape(request.width, request.height, request.frames)
+            noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(
+                0, 2, 3, 4, 1
+            )  # drawn channels first
+            work.state = noise
+        ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
+        before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
+        try:
+            with jax.set_mesh(self.mesh):
+                state = self.model.denoise(
+                    dit,
+                    request.sampler.table(),
+                    steps,
+                    work.state,
+                    inputs,
+                    scale if request.stages[stage].guided else None,
+                    lambda step: on_steps(step - steps.start),
+                )
+            if steps.stop == request.sampler.steps:
+                work.latents, work.state = self.model.finish(state, inputs), None
+            else:
+                work.state = jax.tree.map(np.array, state)
+        except BaseException:
+            release(dit)
+            raise
+        if ring and before:
+            moved, waited = ring.bytes_moved - before[0], ring.seconds_waited - before[1]
+            spent = time.perf_counter() - before[2]
+            earlier = work.metadata.get("streaming")
+            work.metadata["streaming"] = streaming(earlier, moved, waited, spent, len(steps))
+
+    def clips(
+        self, decoder: Part, works: Sequence[Work], timings: dict[str, float], progress: Progress
+    ) -> Iterator[Clip]:
         # Where every job has failed there is nothing to decode, but each still says why.
         undone = any(work.error is None for work in works)
-        vae = self.load("decoder", parts[2], works, timings, progress) if undone else None
+        vae = self.loader.load("decoder", decoder, works, timings, progress) if undone else None
         with phase("decode", sum(work.job.request.frames for work in works), timings, progress) as advance:
             done = 0
             for number, work in enumerate(works, 1):
@@ -207,29 +324,6 @@ class Engine:
                 work.latents = None
                 done += work.job.request.frames
                 advance(done)
-
-    def denoise(
-        self, dit: Any, work: Work, texts: Mapping[str, np.ndarray], on_step: Callable[[int], None]
-    ) -> np.ndarray:
-        """A job's latents [1 F H W C], on the host."""
-        request = work.job.request
-        f, h, w, c = self.model.latent_shape(request.width, request.height, request.frames)
-        noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(0, 2, 3, 4, 1)  # drawn channels first
-        text = np.stack([texts[prompt] for prompt in request.prompts])
-        guidance_scale = request.guidance_scale if request.guided else None
-        ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
-        before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
-        try:
-            with jax.set_mesh(self.mesh):
-                state = self.model.denoise(dit, request.sampler.table(), noise, text, guidance_scale, on_step)
-            latents = np.array(state)
-        except BaseException:
-            release(dit)
-            raise
-        if ring and before:
-            moved, waited = ring.bytes_moved - before[0], ring.seconds_waited - before[1]
-            work.metadata["streaming"] = streaming(moved, waited, time.perf_counter() - before[2], work.steps)
-        return latents
 
     def decode(self, vae: Any, work: Work, on_frames: Callable[[int], None]) -> Generator[np.ndarray]:
         """A job's frames [f H W 3]; its record is complete at the end."""
@@ -251,66 +345,6 @@ class Engine:
             if "decode" not in work.metadata["timings_seconds"]:
                 raise RuntimeError("decoding has failed")
 
-    def load(
-        self,
-        name: str,
-        part: Part,
-        works: Sequence[Work],
-        timings: dict[str, float],
-        progress: Progress,
-        residency: Residency = RESIDENT,
-    ) -> Any:
-        """A part's weights on the mesh, with as many layers on the devices as the residency says; the others are in a
-        `Ring`. Nothing here keeps them: they are gone when the caller lets go.
-        """
-        read = functools.partial(self.read, name, part, timings, progress)
-        if residency == RESIDENT and not (hasattr(part.spec, "blocks") and apart(self.mesh, self.dtype)):
-            return read(None, DEVICE)
-        try:
-            loaded = read(residency, PINNED)
-        except jax.errors.JaxRuntimeError as error:
-            layers = f"the layers of the {name} ({first_line(error)})"
-            warn(f"no pinned host memory for {layers}, so their copies may be slower", works, progress)
-            loaded = read(residency, UNPINNED)
-        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
-
-    def read(
-        self,
-        name: str,
-        part: Part,
-        timings: dict[str, float],
-        progress: Progress,
-        residency: Residency | None,
-        host: str,
-    ) -> Any:
-        """A part's weights on the mesh. With a residency, layers are arrays of their own (`Apart`), and the large ones
-        of streamed layers are in the memory of that kind, or `Stored`. Embedding tables stay in their files.
-        """
-        place = placement(self.mesh)
-
-        def streamed(spec: Spec, layer: int) -> bool:
-            return residency is not None and not spec.small and not residency.holds(layer)
-
-        def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
-            return place(spec).with_memory_kind(host if streamed(spec, layer) else DEVICE)
-
-        def stored(spec: Spec, layer: int | None) -> bool:
-            if layer is None:
-                return spec.looked_up
-            return residency is not None and residency.disk and streamed(spec, layer)
-
-        loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
-        with loading as advance, processes.in_step(self.shared):
-            return load_weights(
-                part.spec,
-                part.checkpoint,
-                part.mapping,
-                sharding=place,
-                layer_sharding=place_layer if residency else None,
-                stored=stored,
-                progress=lambda done, _: advance(done),
-            )
-
     def in_collectives(self) -> contextlib.AbstractContextManager[None]:
         """For work that the processes of the mesh do together: an error of one becomes that of all, or ends it."""
         return processes.in_step(self.shared, processes.IN_COLLECTIVES_SECONDS)
@@ -326,11 +360,12 @@ class Engine:
 
     def settle(self, request: Request) -> Residency:
         """How many of the transformer's layers stay on the devices for a request, and where the others are."""
-        shape = request.width, request.height, request.frames, request.branches, jnp.dtype(self.dtype), self.mesh
+        shape = request.video, jnp.dtype(self.dtype), self.mesh
         work = f"{request.width}x{request.height}, {request.frames} frames"
+        work += "" if request.guided else ", unguided"
         return self._settle(
             "transformer",
-            work if request.guided else f"{work}, unguided",
+            work + (f", {len(request.images)} of the images given" if request.images else ""),
             functools.partial(self.model.footprint, *shape),
             functools.partial(self.model.lower_layer, *shape),
         )
@@ -391,8 +426,10 @@ def load(
     model: str | os.PathLike | None = None,
     *,
     transformer: str | os.PathLike | None = None,
+    transformer_2: str | os.PathLike | None = None,
     vae: str | os.PathLike | None = None,
     text_encoder: str | os.PathLike | None = None,
+    image_encoder: str | os.PathLike | None = None,
     tokenizer: str | os.PathLike | None = None,
     dtype: str = "bfloat16",
     mesh: Mesh | MeshShape | str = "auto",
@@ -406,7 +443,8 @@ def load(
 
     model: a folder or file in any layout (docs/weights.md), a model's name, or a Hugging Face repository; the demo if
         nothing is given.
-    transformer, vae, text_encoder, tokenizer: files or folders that take the place of the model's own.
+    transformer, transformer_2 (the expert for low noise), vae, text_encoder, image_encoder, tokenizer: files or folders
+        that take the place of the model's own.
     dtype: of the large matrices and of what is multiplied with them, "bfloat16" or "float32"; all else is float32.
     mesh: how devices share the work, as in "data=2,seq=4" (`vidax.parallel.mesh`), or "auto".
     residency: of the transformer's layers and the text encoder's, "resident", "streamed" or "mixed:r/g"; "auto" keeps
@@ -416,7 +454,14 @@ def load(
     force: try it even where memory does not suffice by what programs are known to take.
     devices: those to use; every accelerator if None, and for "auto" one CPU device where there is none.
     """
-    parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    parts = {
+        "transformer": transformer,
+        "transformer_2": transformer_2,
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "image_encoder": image_encoder,
+        "tokenizer": tokenizer,
+    }
     card, opened = locate(model, {name: Path(path) for name, path in parts.items() if path is not None})
     return Engine(
         card,
@@ -431,31 +476,7 @@ def load(
     )
 
 
-def apart(mesh: Mesh, dtype: Any) -> bool:
-    """Whether layers run one by one even where all are resident. On CPUs those of bfloat16 do: in a loop over a stack
-    of them XLA makes all of it float32 at each step, which takes three times the memory and more than twice the time.
-    """
-    return mesh.devices.flat[0].platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16
-
-
 def release(network: Any) -> None:
     """Give up what streamed layers have on its way."""
     if isinstance(network.blocks, Ring):
         network.blocks.close()
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def tags(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the video file itself."""
-    kept = ("prompt", "negative_prompt", "seed", "model", "steps", "guidance_scale", "flow_shift", "solver", "noise")
-    return {key: metadata[key] for key in kept} | {"vidax": metadata["versions"]["vidax"]}
-
-
-def as_dtype(frames: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """Frames as uint8 or as float32 in [0, 1], whichever they are."""
-    if frames.dtype == dtype:
-        return frames
-    return to_uint8(frames * 2 - 1) if dtype == np.uint8 else frames.astype(np.float32) / 255

@@ -1,24 +1,43 @@
 """What a user asks for, filled from the model's card and checked in sentences."""
 
 import dataclasses
+import os
 import re
 import secrets
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from vidax.errors import UserError
-from vidax.models.interface import Architecture
-from vidax.models.registry import Card
+from vidax.media.image import FITS, Picture, open_picture
+from vidax.models.interface import Architecture, Video
+from vidax.models.registry import CARDS, Card
 from vidax.sampling.noise import Kind
 from vidax.sampling.sampler import Sampler, from_diffusers_config
+from vidax.sampling.schedules import TRAIN_TIMESTEPS
 from vidax.sampling.solvers import Euler, UniPC
 
 SOLVERS = ("unipc", "euler")
 DEFAULT_SEED = 42
+EXTREME = 3.0  # of a video's sides, one to the other
+
+
+class Stage(NamedTuple):
+    """Steps of one transformer. At guidance 1 and below one branch is run, as in diffusers."""
+
+    steps: range
+    guidance_scale: float
+
+    @property
+    def guided(self) -> bool:
+        return self.guidance_scale > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One video, every setting decided. `origins` says of each setting where its value comes from."""
+    """One video, every setting decided. `origins` says of each setting where its value comes from.
+
+    guidance_scale_2, boundary_ratio: of the second of two experts, else None. images: the first frame and perhaps the
+    last; fit: how they become frames, "official" or one of `FITS`.
+    """
 
     prompt: str
     negative_prompt: str
@@ -27,20 +46,38 @@ class Request:
     frames: int
     fps: int
     guidance_scale: float
+    guidance_scale_2: float | None
+    boundary_ratio: float | None
+    images: tuple[Picture, ...]
+    fit: str | None
     seed: int
     noise: Kind
     sampler: Sampler
     origins: dict[str, str]
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The steps of one transformer or of two experts; an expert may have none."""
+        if self.boundary_ratio is None:
+            return (Stage(range(self.sampler.steps), self.guidance_scale),)
+        assert self.guidance_scale_2 is not None
+        high = int((self.sampler.table().timestep >= self.boundary_ratio * TRAIN_TIMESTEPS).sum())
+        steps = range(high), range(high, self.sampler.steps)
+        return Stage(steps[0], self.guidance_scale), Stage(steps[1], self.guidance_scale_2)
+
+    @property
     def guided(self) -> bool:
-        """Whether the negative prompt plays a part: at guidance 1 and below one branch is run, as in diffusers."""
-        return self.guidance_scale > 1
+        """Whether the negative prompt plays a part."""
+        return any(stage.guided for stage in self.stages)
 
     @property
     def branches(self) -> int:
-        """How many samples one denoising step computes."""
+        """How many samples one denoising step computes, at most."""
         return 2 if self.guided else 1
+
+    @property
+    def video(self) -> Video:
+        return Video(self.width, self.height, self.frames, self.branches, len(self.images))
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -57,12 +94,24 @@ class Request:
             "fps": self.fps,
             "steps": self.sampler.steps,
             "guidance_scale": self.guidance_scale,
+            **({} if self.boundary_ratio is None else self.of_experts()),
             "flow_shift": self.sampler.shift,
             "solver": solver_name(self.sampler),
             "sigma_grid": self.sampler.grid,
             "seed": self.seed,
             "noise": self.noise,
+            **self.of_images(),
         }
+
+    def of_experts(self) -> dict[str, Any]:
+        return {"guidance_scale_2": self.guidance_scale_2, "boundary_ratio": self.boundary_ratio}
+
+    def of_images(self) -> dict[str, Any]:
+        described: dict[str, Any] = {}
+        for name, picture in zip(("image", "last_image"), self.images, strict=False):
+            described[name] = ", ".join((picture.name, "x".join(map(str, picture.size)), *picture.notes))
+            described[f"{name}_sha256"] = picture.digest
+        return described | ({"fit": self.fit} if self.images else {})
 
 
 def solver_name(sampler: Sampler) -> str:
@@ -80,12 +129,20 @@ def resolve(
     fps: int | None = None,
     steps: int | None = None,
     guidance_scale: float | None = None,
+    guidance_scale_2: float | None = None,
+    boundary_ratio: float | None = None,
+    image: Any = None,
+    last_image: Any = None,
+    fit: str | None = None,
     flow_shift: float | None = None,
     solver: str | None = None,
     seed: int | None = None,
     noise: Kind | None = None,
 ) -> Request:
     """The request with the card's values where one is None. size is (width, height); seed -1 draws one.
+
+    image, last_image: the first and the last frame: files, PIL images, or arrays as `open_picture` takes them. Without
+        a size the video has the first one's aspect.
 
     Raises `UserError` with the value, the rule and the way out.
     """
@@ -97,7 +154,15 @@ def resolve(
 
     if not prompt.strip():
         raise UserError("the prompt is empty: say what the video shows, for example 'a red circle moves right'")
-    width, height = pick("size", size, card.size)
+    images = open_images(card, model, image, last_image)
+    origins |= dict.fromkeys(("image", "last_image")[: len(images)], "given")
+    if images and size is None:
+        size = model.image_size(images[0].size, card.size[0] * card.size[1])
+        width, height = pick("size", None, size, f"the aspect of {images[0].name}, the area of card {card.name}")
+        size = None
+    else:
+        width, height = pick("size", size, card.size)
+    fit = pick_fit(pick, images, size, fit)
     check_size(width, height, model.size_multiple)
     frames = pick("frames", frames, card.frames)
     check_frames(frames, model.frame_multiple)
@@ -105,9 +170,23 @@ def resolve(
     if fps < 1:
         raise UserError(f"{fps} frames per second: at least 1")
     guidance_scale = pick("guidance_scale", guidance_scale, card.guidance_scale)
-    if not 0 <= guidance_scale < float("inf"):
-        raise UserError(f"guidance scale {guidance_scale}: a number of 0 or more; 1 turns guidance off")
-    sampler = make_sampler(card, model, pick, steps, flow_shift, solver)
+    check_guidance(guidance_scale)
+    if model.experts == 2:
+        same = origins["guidance_scale"] == "given" or card.guidance_scale_2 is None
+        second = (guidance_scale, "guidance_scale") if same else (card.guidance_scale_2, None)
+        guidance_scale_2 = pick("guidance_scale_2", guidance_scale_2, *second)
+        check_guidance(guidance_scale_2)
+        own = (
+            (card.boundary_ratio, None) if model.boundary_ratio is None else (model.boundary_ratio, "model_index.json")
+        )
+        boundary_ratio = pick("boundary_ratio", boundary_ratio, *own)
+        check_boundary(boundary_ratio)
+    elif guidance_scale_2 is not None or boundary_ratio is not None:
+        name, value = (
+            ("boundary ratio", boundary_ratio) if guidance_scale_2 is None else ("guidance scale 2", guidance_scale_2)
+        )
+        raise UserError(f"{name} {value}: {card.name} has one transformer; leave it out, it is for two experts")
+    sampler = make_sampler(card, model, pick, steps, flow_shift, solver, (width, height))
     seed = pick("seed", seed, DEFAULT_SEED, "default")
     if seed == -1:
         seed, origins["seed"] = secrets.randbelow(2**32), "random"
@@ -124,11 +203,69 @@ def resolve(
         frames=frames,
         fps=fps,
         guidance_scale=float(guidance_scale),
+        guidance_scale_2=None if guidance_scale_2 is None else float(guidance_scale_2),
+        boundary_ratio=boundary_ratio,
+        images=images,
+        fit=fit,
         seed=seed,
         noise=noise,
         sampler=sampler,
         origins=origins,
     )
+
+
+def open_images(card: Card, model: Architecture, image: Any, last: Any) -> tuple[Picture, ...]:
+    """The images that are given, opened. Raises UserError where they are not those that the model takes."""
+    given = [name for name, value in (("image", image), ("last image", last)) if value is not None]
+    least, most = model.images
+    if last is not None and image is None:
+        raise UserError("a last image without a first; give that too, with --image")
+    if len(given) > most:
+        takes = "no image" if most == 0 else "a first frame only"
+        raise UserError(
+            f"{given[-1]} {named(last if most else image)}: {card.name} takes {takes}; leave it out, or {others(most)}"
+        )
+    if len(given) < least:
+        wanted = "--image and --last-image" if least == 2 else "--image"
+        frames = "its first and its last frame" if least == 2 else "its first frame"
+        raise UserError(f"{card.name} makes a video from {frames}; give {wanted}")
+    return tuple(open_picture(value) for value in (image, last) if value is not None)
+
+
+def named(image: Any) -> str:
+    return str(image) if isinstance(image, str | os.PathLike) else "(array)"
+
+
+def others(most: int) -> str:
+    """Which models take more images."""
+    able = [card.name for card in CARDS.values() if card.images[1] > most]
+    return f"use a model that takes one: {', '.join(able)}"
+
+
+def pick_fit(pick, images: tuple[Picture, ...], size: tuple[int, int] | None, fit: str | None) -> str | None:
+    """How images become frames: as the model's authors do it where the size follows from the image."""
+    if fit is not None and fit not in FITS:
+        raise UserError(f"fit {fit!r}: choose {', '.join(FITS)}")
+    if not images:
+        if fit is not None:
+            raise UserError(f"fit {fit}: says how an image becomes a frame, and none is given; leave it out")
+        return None
+    return pick("fit", fit, *(("official", "default") if size is None else ("crop", "default for a given size")))
+
+
+def check_guidance(scale: float) -> None:
+    if not 0 <= scale < float("inf"):
+        raise UserError(f"guidance scale {scale}: a number of 0 or more; 1 turns guidance off")
+
+
+def check_boundary(ratio: float | None) -> None:
+    if ratio is None:
+        raise UserError(
+            "nothing says at which noise the second expert takes over; give --boundary-ratio, 0.875 for Wan 2.2 text "
+            "to video, 0.9 for image to video"
+        )
+    if not 0 <= ratio <= 1:
+        raise UserError(f"boundary ratio {ratio}: from 0, all steps with the first expert, to 1, all with the second")
 
 
 def origin_in_card(card: Card, name: str) -> str:
@@ -140,13 +277,20 @@ def untrained(card: Card, request: Request) -> list[str]:
     """Sentences on what is asked of the model beyond what it was trained for."""
     sentences = []
     size = (request.width, request.height)
-    if card.trained_sizes and size not in card.trained_sizes:
+    follows = request.images and request.origins["size"] != "given"
+    if card.trained_sizes and size not in card.trained_sizes and not follows:
         sizes = ", ".join(f"{width}x{height}" for width, height in card.trained_sizes)
         sentences.append(f"size {size[0]}x{size[1]}: {card.name} was trained for {sizes}; other sizes may look worse")
     if card.trained_frames and request.frames not in card.trained_frames:
         lengths = " and ".join(map(str, card.trained_frames))
         frames = f"{request.frames} frame{'s' if request.frames > 1 else ''}"
         sentences.append(f"{frames}: {card.name} was trained for {lengths}; other lengths may look worse")
+    if follows and max(size) > EXTREME * min(size):
+        shape = "x".join(map(str, request.images[0].size))
+        sentences.append(
+            f"image {shape}: the video is {size[0]}x{size[1]}, far from what models are trained for; crop the image, "
+            "or give a size"
+        )
     return sentences
 
 
@@ -174,7 +318,13 @@ def check_frames(frames: int, multiple: int) -> None:
 
 
 def make_sampler(
-    card: Card, model: Architecture, pick, steps: int | None, shift: float | None, solver: str | None
+    card: Card,
+    model: Architecture,
+    pick,
+    steps: int | None,
+    shift: float | None,
+    solver: str | None,
+    size: tuple[int, int],
 ) -> Sampler:
     """The sampler of the folder's scheduler, or of the card where there is none, with what the request changes about
     it. Another solver keeps the sigma grid and the shift.
@@ -182,7 +332,9 @@ def make_sampler(
     steps = pick("steps", steps, card.steps)
     if model.scheduler is None:
         origin = origin_in_card(card, "flow_shift")
-        sampler = card_sampler(card, steps, card.flow_shift if shift is None else shift)
+        own = card.shift(*size)
+        origin += "" if own == card.flow_shift else ", for sizes up to that of 832x480"
+        sampler = card_sampler(card, steps, own if shift is None else shift)
         pick("flow_shift", shift, sampler.shift, origin)
         origin = f"card {card.name}"
     else:

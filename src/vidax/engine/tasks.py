@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vidax.engine.engine import Clip, Engine, as_dtype, tags
+from vidax.engine.clip import Clip, as_dtype, tags
+from vidax.engine.engine import Engine
 from vidax.engine.jobs import Wish, each
 from vidax.engine.request import Request
 from vidax.engine.work import OF_THE_RUN, Job

@@ -11,6 +11,7 @@ import numpy as np
 
 from vidax.engine.progress import Progress
 from vidax.engine.request import Request
+from vidax.models.interface import Inputs
 from vidax.parallel import processes
 from vidax.weights.residency import Residency
 
@@ -34,6 +35,7 @@ class Work:
 
     job: Job
     metadata: dict[str, Any]
+    state: Any = None  # of the solver between two experts, on the host
     latents: np.ndarray | None = None
     error: Exception | None = None
 
@@ -45,7 +47,8 @@ class Work:
     def timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.metadata["timings_seconds"][name] = round(time.perf_counter() - start, 3)
+        timings = self.metadata["timings_seconds"]
+        timings[name] = round(timings.get(name, 0) + time.perf_counter() - start, 3)
 
     @contextlib.contextmanager
     def own_fault(self) -> Iterator[None]:
@@ -60,12 +63,42 @@ class Work:
                 link = link.__cause__ or link.__context__
 
 
-def streaming(moved: int, waited: float, seconds: float, steps: int) -> dict[str, float]:
-    """What of a job's record says how its layers came to the device."""
+@dataclasses.dataclass
+class Encoded:
+    """What texts and images have become, on the host: each once, however many jobs it is for."""
+
+    texts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    states: dict[tuple, np.ndarray] = dataclasses.field(default_factory=dict)
+    given: dict[tuple, Any] = dataclasses.field(default_factory=dict)
+
+    def inputs(self, request: Request, *, guided: bool) -> Inputs:
+        """Those of a job, with the negative prompt where it plays a part."""
+        text = np.stack([self.texts[prompt] for prompt in request.prompts[: 1 + guided]])
+        return Inputs(text, self.states.get(seen(request)), self.given.get(framed(request)))
+
+
+def seen(request: Request) -> tuple:
+    """What of a request the image encoder sees."""
+    return tuple(picture.digest for picture in request.images)
+
+
+def framed(request: Request) -> tuple:
+    """What of a request the autoencoder sees before there are latents."""
+    return *seen(request), request.width, request.height, request.frames, request.fit
+
+
+def streaming(before: dict[str, float] | None, moved: int, waited: float, seconds: float, steps: int) -> dict:
+    """What of a job's record says how its layers came to the device; before: the same of another expert's steps."""
+    before = before or {"bytes_per_step_and_device": 0, "seconds_waited": 0.0, "seconds": 0.0, "steps": 0}
+    total = before["steps"] + steps
+    moved += int(before["bytes_per_step_and_device"] * before["steps"])
+    waited, seconds = waited + before["seconds_waited"], seconds + before["seconds"]
     return {
-        "bytes_per_step_and_device": moved // steps,
+        "bytes_per_step_and_device": moved // total,
         "seconds_waited": round(waited, 3),
         "share_of_denoising": round(waited / seconds, 3),
+        "seconds": round(seconds, 3),
+        "steps": total,
     }
 
 

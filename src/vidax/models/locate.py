@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from vidax.models.interface import PARTS, Architecture, Model, Sources
 from vidax.models.registry import CARDS, Card, card_for
 from vidax.models.towers.tokenizer import find_tokenizer, nearest_tokenizer
 from vidax.models.wan.architecture import WanArchitecture
-from vidax.models.wan.config import UMT5_XXL, WAN21_VAE
-from vidax.models.wan.layouts import DIFFUSERS_FILES, OFFICIAL_FILES, WAN21
+from vidax.models.wan.config import CLIP_VIT_H, PUBLISHED, UMT5_XXL, WAN22_VAE
+from vidax.models.wan.layouts import DIFFUSERS_FILES, OFFICIAL_FILES, WAN
 from vidax.models.wan.pipeline import WanModel
 from vidax.weights import Folder, open_checkpoint
 from vidax.weights.hub import REPOSITORY, fetch
@@ -28,12 +28,25 @@ class Family(NamedTuple):
 
 
 # By the class of the pipeline in model_index.json. Other folders are known by their tensors.
-FAMILIES = {"WanPipeline": Family(WanModel.open, WAN21)}
+FAMILIES = dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline"), Family(WanModel.open, WAN))
+
+
+def wan(card: Card) -> Architecture:
+    vae = PUBLISHED[card.dit]
+    return WanArchitecture(
+        dit=card.dit,
+        vae=vae,
+        text=UMT5_XXL,
+        image=CLIP_VIT_H if card.dit.image_dim else None,
+        experts=card.experts,
+        first_frame=vae == WAN22_VAE,
+    )
+
 
 # By a card's family: its model when nothing of it is on disk.
-ARCHITECTURES: dict[str, Callable[[Card], Architecture]] = {
-    "wan": lambda card: WanArchitecture(dit=card.dit, vae=WAN21_VAE, text=UMT5_XXL)
-}
+ARCHITECTURES: dict[str, Callable[[Card], Architecture]] = {"wan": wan}
+
+REQUIRED = tuple(part for part in PARTS if part not in WAN.optional)
 
 Given = dict[str, Path]
 
@@ -58,7 +71,9 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
     if name in CARDS:
         return open_card(CARDS[name], given)
     if REPOSITORY.fullmatch(name):
-        opened = open_parts(sources_at(fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given)), given))
+        opened = open_parts(
+            sources_at(fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given), [*WAN.optional]), given)
+        )
         return card_for(opened, path.name), opened
     hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
     raise UserError(
@@ -79,7 +94,7 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
     """A card's model, which must be that of the card. Its recipe is the card's, whichever copy of it is at hand."""
     if card.embedded is not None:
         sources = sources_at(Path(str(files("vidax").joinpath(card.embedded))), given)
-    elif needed := missing(given):
+    elif needed := missing(given, card.parts):
         assert card.repository is not None, card.name
         repositories = [card.repository, f"{card.repository}-Diffusers"]
         folder = fetch(repositories, [OFFICIAL_FILES, DIFFUSERS_FILES], needed)
@@ -87,16 +102,24 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
     else:
         sources = Sources(parts=given)
     opened = open_parts(sources)
-    if opened.dit != card.dit:
-        raise UserError(f"{opened.files['transformer']}: not {card.name}: {differences(opened.dit, card.dit)}")
+    check_card(card, opened)
     return card, opened
 
 
-def missing(given: Given) -> list[str]:
-    """What a repository is needed for: the parts that are not given, and the recipe that comes with them. A tokenizer
-    may lie with the text encoder.
+def check_card(card: Card, model: Architecture) -> None:
+    """Raises UserError if a model is not that of a card."""
+    place = getattr(model, "files", {}).get("transformer")
+    if difference := differences(model.dit, card.dit):
+        raise UserError(f"{place}: not {card.name}: {difference}")
+    if model.experts != card.experts:
+        raise UserError(f"{place}: not {card.name}: {model.experts} transformer instead of {card.experts} experts")
+
+
+def missing(given: Given, parts: Sequence[str] = REQUIRED) -> list[str]:
+    """What of a model's parts a repository is needed for, and the recipe that comes with them. A tokenizer may lie with
+    the text encoder.
     """
-    needed = [part for part in PARTS if part not in given]
+    needed = [part for part in parts if part not in given]
     if "text_encoder" in given and "tokenizer" in needed and nearest_tokenizer(given["text_encoder"]):
         needed.remove("tokenizer")
     return [*needed, "scheduler"] if needed else []
@@ -108,14 +131,21 @@ def sources_at(path: Path, given: Given) -> Sources:
         folder = Folder(path)
         if folder.pipeline not in FAMILIES:
             raise UserError(f"{path}: holds a {folder.pipeline}; vidax runs {', '.join(FAMILIES)}")
-        parts = {part: folder.folder(part) for part in PARTS if part not in given}
-        return Sources(parts=parts | given, folder=path, options=folder.index, scheduler=folder.config("scheduler"))
+        there = [part for part in PARTS if part in REQUIRED or part in folder.components]
+        parts = {part: folder.folder(part) for part in there if part not in given}
+        return Sources(
+            parts=parts | given,
+            folder=path,
+            options=folder.index,
+            scheduler=folder.config("scheduler"),
+            image_processor=folder.config("image_processor") if "image_processor" in folder.components else None,
+        )
     if path.is_file():
-        known = identify(WAN21, open_checkpoint(path))
+        known = identify(WAN, open_checkpoint(path))
         return Sources(parts={known[0] if known else "transformer": path} | given)
     if not path.exists():
         raise UserError(f"{path}: no such folder; install vidax again")
-    parts = components_in(WAN21, path, [part for part in WAN21.kinds if part not in given])
+    parts = components_in(WAN, path, [part for part in WAN.kinds if part not in given])
     if tokenizer := find_tokenizer(path):
         parts["tokenizer"] = tokenizer
     return Sources(parts=parts | given, folder=path)
@@ -124,8 +154,9 @@ def sources_at(path: Path, given: Given) -> Sources:
 def open_parts(sources: Sources) -> Model:
     # The only family so far: without a model_index.json nothing else can be meant.
     family = FAMILIES[sources.options.get("_class_name", "WanPipeline")]
-    if absent := [part for part in family.catalogue.kinds if part not in sources.parts]:
-        titles = " and no ".join(family.catalogue.kinds[part].title for part in absent)
+    catalogue = family.catalogue
+    if absent := [part for part in catalogue.kinds if part not in (*sources.parts, *catalogue.optional)]:
+        titles = " and no ".join(catalogue.kinds[part].title for part in absent)
         where = sources.folder or next(iter(sources.parts.values()))
         flags = " and ".join(map(flag, absent))
         raise UserError(f"{where}: no whole model: no {titles}; give the folder of one that is, or {flags}")

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
-from vidax.models.interface import Model
+from vidax.models.interface import PARTS, Model
 from vidax.models.wan import config as wan
 from vidax.models.wan.dit import DiTConfig
 from vidax.sampling.schedules import Grid
@@ -13,9 +14,12 @@ from vidax.sampling.schedules import Grid
 class Card:
     """A model's name, where its weights are published, and the settings used where a request leaves them open.
 
-    size is (width, height); `source` says where the settings come from, `sources` which source a setting follows where
-    the published ones disagree; `embedded` is the folder in this package, if it ships here. `trained_sizes` and
-    `trained_frames` are what its authors support; empty where nobody says.
+    size is (width, height); a video from an image has so many pixels. `small_flow_shift` stands for sizes up to that of
+    480p, where there is one. Of two experts `guidance_scale` is that of the first, for high noise; steps below
+    `boundary_ratio` of the noise are the second's. `images`: how many it takes, at least and at most. `source` says
+    where the settings come from, `sources` which source a setting follows where the published ones disagree; `embedded`
+    is the folder in this package, if it ships here. `trained_sizes` and `trained_frames` are what its authors support;
+    empty where nobody says.
     """
 
     name: str
@@ -32,6 +36,10 @@ class Card:
     flow_shift: float
     solver: str
     grid: Grid
+    boundary_ratio: float | None = None
+    guidance_scale_2: float | None = None
+    small_flow_shift: float | None = None
+    images: tuple[int, int] = (0, 0)
     negative_prompt: str
     source: str
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -39,6 +47,23 @@ class Card:
     trained_frames: tuple[int, ...] = ()
     embedded: str | None = None
 
+    @property
+    def experts(self) -> int:
+        return 1 if self.boundary_ratio is None else 2
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those of `PARTS` that the model has."""
+        absent = {"transformer_2": self.experts == 1, "image_encoder": not self.dit.image_dim}
+        return tuple(part for part in PARTS if not absent.get(part))
+
+    def shift(self, width: int, height: int) -> float:
+        """The flow shift for a size."""
+        small = self.small_flow_shift is not None and width * height <= SMALL
+        return self.small_flow_shift if small and self.small_flow_shift is not None else self.flow_shift
+
+
+SMALL = 832 * 480
 
 DEMO = Card(
     name="demo",
@@ -102,14 +127,108 @@ WAN21_T2V_1_3B = dataclasses.replace(
     trained_frames=(81,),
 )
 
-CARDS = {card.name: card for card in (DEMO, WAN21_T2V_1_3B, WAN21_T2V_14B)}
+WAN21_I2V_14B_720P = dataclasses.replace(
+    WAN21_T2V_14B,
+    name="wan2.1-i2v-14b-720p",
+    title="Wan 2.1 image to video, 14B, 720p",
+    repository="Wan-AI/Wan2.1-I2V-14B-720P",
+    dit=wan.WAN21_I2V,
+    images=(1, 1),
+    steps=40,
+    small_flow_shift=3.0,  # _validate_args in generate.py: i2v at 832*480 and 480*832
+    negative_prompt=wan.I2V_NEGATIVE_PROMPT,
+    trained_frames=(81,),
+)
+
+WAN21_I2V_14B_480P = dataclasses.replace(
+    WAN21_I2V_14B_720P,
+    name="wan2.1-i2v-14b-480p",
+    title="Wan 2.1 image to video, 14B, 480p",
+    repository="Wan-AI/Wan2.1-I2V-14B-480P",
+    size=(832, 480),
+    trained_sizes=((832, 480), (480, 832)),  # README.md
+)
+
+WAN21_FLF2V_14B = dataclasses.replace(
+    WAN21_I2V_14B_720P,
+    name="wan2.1-flf2v-14b",
+    title="Wan 2.1 first and last frame to video, 14B, 720p",
+    repository="Wan-AI/Wan2.1-FLF2V-14B-720P",
+    dit=wan.WAN21_FLF2V,
+    images=(2, 2),
+    steps=50,
+    flow_shift=16.0,
+    small_flow_shift=None,
+    negative_prompt=wan.FLF2V_NEGATIVE_PROMPT,
+    sources={"guidance_scale": "generate.py of Wan2.1; WanFLF2V.generate has 5.5 where nothing is said"},
+)
+
+WAN22_T2V_A14B = dataclasses.replace(
+    WAN21_T2V_14B,
+    name="wan2.2-t2v-a14b",
+    title="Wan 2.2 text to video, two experts of 14B",
+    repository="Wan-AI/Wan2.2-T2V-A14B",
+    parameters="2 x 14B",
+    steps=40,
+    guidance_scale=4.0,
+    guidance_scale_2=3.0,
+    flow_shift=12.0,
+    boundary_ratio=0.875,
+    source="Wan-Video/Wan2.2, wan/configs/wan_t2v_A14B.py",
+    trained_frames=(81,),
+)
+
+WAN22_I2V_A14B = dataclasses.replace(
+    WAN22_T2V_A14B,
+    name="wan2.2-i2v-a14b",
+    title="Wan 2.2 image to video, two experts of 14B",
+    repository="Wan-AI/Wan2.2-I2V-A14B",
+    dit=wan.WAN22_I2V,
+    images=(1, 2),
+    guidance_scale=3.5,
+    guidance_scale_2=3.5,
+    flow_shift=5.0,
+    boundary_ratio=0.9,
+    source="Wan-Video/Wan2.2, wan/configs/wan_i2v_A14B.py",
+)
+
+WAN22_TI2V_5B = dataclasses.replace(
+    WAN21_T2V_14B,
+    name="wan2.2-ti2v-5b",
+    title="Wan 2.2 text or image to video, 5B",
+    repository="Wan-AI/Wan2.2-TI2V-5B",
+    parameters="5B",
+    dit=wan.WAN22_5B,
+    images=(0, 1),
+    size=(1280, 704),
+    frames=121,
+    fps=24,
+    source="Wan-Video/Wan2.2, wan/configs/wan_ti2v_5B.py",
+    trained_sizes=((1280, 704), (704, 1280)),  # SUPPORTED_SIZES in wan/configs/__init__.py
+    trained_frames=(121,),
+)
+
+CARDS = {
+    card.name: card
+    for card in (
+        DEMO,
+        WAN21_T2V_1_3B,
+        WAN21_T2V_14B,
+        WAN21_I2V_14B_480P,
+        WAN21_I2V_14B_720P,
+        WAN21_FLF2V_14B,
+        WAN22_T2V_A14B,
+        WAN22_I2V_A14B,
+        WAN22_TI2V_5B,
+    )
+}
 
 
-# For a folder whose network is none of these: what diffusers' WanPipeline takes where nothing is said.
+# For a folder whose network is none of these: what diffusers' pipelines take where nothing is said.
 UNNAMED = dataclasses.replace(
     WAN21_T2V_14B,
     name="",
-    title="A Wan 2.1 text to video model of another size",
+    title="A Wan model of another size",
     repository=None,
     parameters="?",
     size=(832, 480),
@@ -121,6 +240,12 @@ UNNAMED = dataclasses.replace(
 
 
 def card_for(model: Model, name: str) -> Card:
-    """The card of the model that has this network; for an unknown one, diffusers' defaults under the given name."""
-    known = next((card for card in CARDS.values() if card.dit == model.dit), None)
-    return known or dataclasses.replace(UNNAMED, name=name, dit=model.dit)
+    """The card of the model that has this network, of several the one whose repository has that name; for an unknown
+    network diffusers' defaults under the given name.
+    """
+    seen = model.dit, model.experts, model.images
+    known = [card for card in CARDS.values() if (card.dit, card.experts, card.images) == seen]
+    named = [card for card in known if card.repository and Path(card.repository).name.lower() in name.lower()]
+    if known:
+        return (named or known)[0]
+    return dataclasses.replace(UNNAMED, name=name, dit=model.dit, images=model.images)

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from vidax.engine.engine import apart
+from vidax.engine.loading import apart
 from vidax.engine.request import Request
 from vidax.engine.residency import ROUGH_STREAMS, Stack, decide, fill
 from vidax.models.interface import Architecture, Footprint
@@ -147,7 +147,7 @@ def encode_text(model: Architecture, request: Request, wish: Residency | None, d
         footprint=functools.partial(model.text_footprint, *place),
         lower=functools.partial(model.lower_text, *place),
         lower_layer=functools.partial(model.lower_text_layer, *place),
-        flops=lambda: model.flops(request.width, request.height, 1, 1, dtype)["text"],
+        flops=lambda: model.flops(request.video._replace(frames=1), dtype)["text"],
         runs=request.branches,
         wish=wish,
         dtype=dtype,
@@ -157,16 +157,15 @@ def encode_text(model: Architecture, request: Request, wish: Residency | None, d
 
 def denoise(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
     """The steps; wish as above."""
-    shape = request.width, request.height, request.frames, request.branches
-    place = (*shape, dtype, target.mesh)
+    place = request.video, dtype, target.mesh
     past = request.sampler.table().past
     return in_layers(
         "denoise",
         model.specs(dtype)["transformer"],
         footprint=functools.partial(model.footprint, *place),
-        lower=functools.partial(model.lower_step, *shape, past, dtype, target.mesh),
+        lower=functools.partial(model.lower_step, request.video, past, dtype, target.mesh),
         lower_layer=functools.partial(model.lower_layer, *place),
-        flops=lambda: model.flops(*shape, dtype)["step"],
+        flops=lambda: model.flops(request.video, dtype)["step"],
         runs=request.sampler.steps,
         wish=wish,
         dtype=dtype,

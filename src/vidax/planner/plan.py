@@ -317,9 +317,8 @@ def promising(model: Architecture, request: Request, site: Site, dtype: str, cho
     """
     count, heads = site.count, model.dit.heads
     width, found = model.dit.dim, []
-    size = request.width, request.height, request.frames
-    length, _, _ = model.attention_shape(*size)
-    layer = model.footprint(*size, request.branches, jnp.dtype(dtype), on_paper(MeshShape())).layer
+    length, _, _ = model.attention_shape(request.width, request.height, request.frames)
+    layer = model.footprint(request.video, jnp.dtype(dtype), on_paper(MeshShape())).layer
     for data in (1, 2)[: request.branches]:
         for tensor in (t for t in range(1, count + 1) if heads % t == 0 and count % (data * t) == 0):
             seq = count // (data * tensor)

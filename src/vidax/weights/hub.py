@@ -14,16 +14,20 @@ HEAVY = (".safetensors", ".pth", ".model")  # a component is here when one of th
 Layout = Mapping[str, Sequence[str]]  # a component to the patterns of its files
 
 
-def fetch(repositories: Sequence[str], layouts: Sequence[Layout], components: Sequence[str]) -> Path:
+def fetch(
+    repositories: Sequence[str], layouts: Sequence[Layout], components: Sequence[str], optional: Sequence[str] = ()
+) -> Path:
     """The folder of the first repository that the cache has in one of the layouts, else of the first, downloaded.
 
+    optional: components that are downloaded too where the repository has them.
     Raises UserError where a download is needed and there is no network, or the repository has no such files.
     """
     wanted = [{name: layout[name] for name in components if name in layout} for layout in layouts]
     for repository in repositories:
         if (folder := cached(repository)) and complete(folder, wanted):
             return folder
-    return download(repositories[0], wanted)
+    more = [pattern for layout in layouts for name in optional for pattern in layout.get(name, ())]
+    return download(repositories[0], wanted, more)
 
 
 def cached(repository: str) -> Path | None:
@@ -37,7 +41,7 @@ def cached(repository: str) -> Path | None:
         return None
 
 
-def download(repository: str, layouts: Sequence[Layout]) -> Path:
+def download(repository: str, layouts: Sequence[Layout], more: Sequence[str] = ()) -> Path:
     """The files of the layouts, those that are in the cache already left as they are; progress is the hub's own."""
     from huggingface_hub import constants, snapshot_download
 
@@ -48,7 +52,7 @@ def download(repository: str, layouts: Sequence[Layout]) -> Path:
         f"or name what is needed of it: {parts}"
     )
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=patterns))
+        folder = Path(snapshot_download(repository, allow_patterns=[*patterns, *more]))
     except Exception as error:  # the hub lets through what its HTTP library raises
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).strip().split("\n")[0][:200]
         raise UserError(

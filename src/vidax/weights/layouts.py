@@ -6,6 +6,7 @@ same three things whatever it came from: a config, a checkpoint, and the mapping
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,16 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Catalogue:
-    """A family's components by name, and the strangers that are taken for them. `title` is the family's."""
+    """A family's components by name, and the strangers that are taken for them. `title` is the family's.
+
+    optional: those that only some of its models have. folders: what else sub-folders of components are called. Two
+    components of one kind are told apart by their folders alone.
+    """
 
     title: str
     kinds: Mapping[str, Kind]
+    optional: tuple[str, ...] = ()
+    folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
     strangers: tuple[Stranger, ...]
 
 
@@ -116,11 +123,19 @@ class Shapes:
             (i + 1 for i in range(len(self.checkpoint)) if name.replace("{}", str(i)) in self.checkpoint), default=0
         )
 
-    def shape(self, parameter: str, axes: int) -> tuple[int, ...]:
-        """The shape of a parameter, of its first layer where it is stacked."""
+    def name(self, parameter: str) -> str:
         if (name := self.find(parameter)) is None:
             name = self.names.rename(parameter).replace("{}", "0")
             raise UserError(f"{self.checkpoint.path}: has no tensor {name}; it is not complete, download it again")
+        return name
+
+    def size(self, parameter: str) -> int:
+        """How many values a parameter has, whatever its axes."""
+        return math.prod(self.checkpoint[self.name(parameter)].shape)
+
+    def shape(self, parameter: str, axes: int) -> tuple[int, ...]:
+        """The shape of a parameter, of its first layer where it is stacked."""
+        name = self.name(parameter)
         shape = self.checkpoint[name].shape
         if len(shape) != axes or 0 in shape:
             raise UserError(f"{self.checkpoint.path}: {name} is {list(shape)}, where {axes} axes are due; {REDO}")
@@ -164,7 +179,8 @@ def refuse(catalogue: Catalogue, checkpoint: Checkpoint, stranger: Stranger, pre
 
 def components_in(catalogue: Catalogue, folder: Path, wanted: Collection[str]) -> dict[str, Path]:
     """The wanted components that a folder has: in sub-folders of their names, else among its checkpoints."""
-    found: dict[str, list[Path]] = {name: [folder / name] for name in wanted if (folder / name).is_dir()}
+    places = {name: [folder / own for own in own_folders(catalogue, name)] for name in wanted}
+    found = {name: there for name, paths in places.items() if (there := [path for path in paths if path.is_dir()])}
     elsewhere = set(found)
     for file in list_checkpoints(folder):
         checkpoint = open_checkpoint(file)
@@ -183,11 +199,17 @@ def components_in(catalogue: Catalogue, folder: Path, wanted: Collection[str]) -
     return {name: files[0] for name, files in found.items()}
 
 
+def own_folders(catalogue: Catalogue, name: str) -> list[str]:
+    """What sub-folders of a component are called."""
+    return [name, *(folder for component, folder in catalogue.folders.items() if component == name)]
+
+
 def find_component(catalogue: Catalogue, name: str, path: Path) -> Path:
     """The checkpoint of a component in what the user named: a file, its folder, or the folder of a whole model."""
     if not path.is_dir():
         return path
-    if not (path / name).is_dir() and len(files := list_checkpoints(path)) == 1:
+    apart = any((path / folder).is_dir() for folder in own_folders(catalogue, name))
+    if not apart and len(files := list_checkpoints(path)) == 1:
         return files[0]
     if found := components_in(catalogue, path, {name}):
         return find_component(catalogue, name, found[name])
@@ -220,7 +242,7 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
             f"its {len(checkpoint)} tensors are {few(sorted(checkpoint), 2)}"
         )
     found, layout, prefix = known
-    if found != name:
+    if catalogue.kinds[found] is not kind:
         raise UserError(f"{checkpoint.path}: is the {catalogue.kinds[found].title}, not the {kind.title}; {REDO}")
 
     def names(config: Any) -> Names:

@@ -1,7 +1,8 @@
-"""The published Wan 2.1 text-to-video models, the autoencoder of Wan 2.2, and how `config.json` files are read.
+"""The published models of Wan 2.1 and 2.2, and how `config.json` files are read.
 
-Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics) and wan/modules/t5.py;
-Wan-Video/Wan2.2, wan/modules/vae2_2.py (sizes of `WanVAE_`, and those and latent statistics of `Wan2_2_VAE`).
+Sources: Wan-Video/Wan2.1, wan/configs, wan/modules/vae.py (latent statistics), wan/modules/model.py (image branch) and
+wan/modules/t5.py; Wan-Video/Wan2.2, wan/configs and wan/modules/vae2_2.py (sizes of `WanVAE_`, and those and latent
+statistics of `Wan2_2_VAE`).
 """
 
 import dataclasses
@@ -16,6 +17,11 @@ from vidax.models.wan.vae import VAEConfig
 
 WAN21_1_3B = DiTConfig(dim=1536, layers=30, heads=12, mlp_dim=8960)
 WAN21_14B = DiTConfig(dim=5120, layers=40, heads=40, mlp_dim=13824)
+# Beside 16 noisy channels: a mask for each of the 4 frames that are one latent frame, and the latents that are given.
+WAN22_I2V = dataclasses.replace(WAN21_14B, in_channels=36)  # each of two experts
+WAN21_I2V = dataclasses.replace(WAN22_I2V, image_dim=1280)
+WAN21_FLF2V = dataclasses.replace(WAN21_I2V, image_positions=2 * 257)
+WAN22_5B = DiTConfig(dim=3072, layers=30, heads=24, mlp_dim=14336, in_channels=48, out_channels=48)
 DEMO = DiTConfig(dim=128, layers=6, heads=4, mlp_dim=384, text_dim=64, frequency_dim=64)  # recipes/train_demo.py
 
 # fmt: off
@@ -56,7 +62,15 @@ WAN22_VAE = VAEConfig(
 
 UMT5_XXL = T5Config()
 CLIP_VIT_H = CLIPVisionConfig()
-PUBLISHED = (WAN21_1_3B, WAN21_14B)  # with this autoencoder and this text encoder
+# The autoencoder of each; all have the same text encoder, and those that attend to an image the same image encoder.
+PUBLISHED = {
+    WAN21_1_3B: WAN21_VAE,
+    WAN21_14B: WAN21_VAE,
+    WAN21_I2V: WAN21_VAE,
+    WAN21_FLF2V: WAN21_VAE,
+    WAN22_I2V: WAN21_VAE,
+    WAN22_5B: WAN22_VAE,
+}
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -68,14 +82,16 @@ NEGATIVE_PROMPT = (
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
 
+# Those of image to video and of first and last frame, sample_neg_prompt in wan_i2v_14B.py and in __init__.py: camera
+# shake, and cuts.
+I2V_NEGATIVE_PROMPT = "镜头晃动，" + NEGATIVE_PROMPT
+FLF2V_NEGATIVE_PROMPT = "镜头切换，" + I2V_NEGATIVE_PROMPT
+
 # What a config must say, or leave out, for this code to compute what diffusers and the official code compute.
 DIT_FIXED = {
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads", True),  # diffusers' name, the official one
-    "image_dim": (None,),
-    "added_kv_proj_dim": (None,),
-    "pos_embed_seq_len": (None,),
-    "model_type": ("t2v",),
+    "model_type": ("t2v", "i2v", "flf2v", "ti2v"),
     "text_len": (TEXT_TOKENS,),
 }
 VAE_FIXED = {
@@ -99,6 +115,7 @@ CLIP_FIXED = {"model_type": ("clip_vision_model",), "hidden_act": ("gelu",), "nu
 DIT_KEYS = {
     **{"dim": "dim", "num_heads": "heads", "in_dim": "in_channels", "out_dim": "out_channels"},  # official
     **{"num_attention_heads": "heads", "attention_head_dim": "head_size"},  # diffusers
+    **{"image_dim": "image_dim", "pos_embed_seq_len": "image_positions"},  # diffusers
     **{"in_channels": "in_channels", "out_channels": "out_channels", "patch_size": "patch"},
     **{"num_layers": "layers", "ffn_dim": "mlp_dim", "text_dim": "text_dim", "freq_dim": "frequency_dim", "eps": "eps"},
 }
@@ -156,7 +173,7 @@ def dit_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] 
 
 def _usual_heads(values: Mapping[str, Any], file: str) -> int:
     sizes = ("dim", "layers", "mlp_dim")
-    for known in (WAN21_1_3B, WAN21_14B, DEMO):
+    for known in (*PUBLISHED, DEMO):
         if all(getattr(known, size) == values[size] for size in sizes):
             return known.heads
     if values["dim"] % HEAD_SIZE:
@@ -168,18 +185,15 @@ def _usual_heads(values: Mapping[str, Any], file: str) -> int:
 
 
 def vae_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> VAEConfig:
-    """The autoencoder of a diffusers `vae/config.json`; arguments as in `dit_config`. The latent statistics are those
-    of Wan 2.1 unless the file has others.
+    """The autoencoder of a diffusers `vae/config.json`, of 2.1 or 2.2; arguments as in `dit_config`. What neither the
+    file nor the tensors say is that of `WAN22_VAE`, or of `WAN21_VAE` its latent statistics.
     """
-    numbers = {name: value for name, value in numbers.items() if name != "image_channels"}
+    if numbers.get("residual", config.get("is_residual", False)):
+        stated = _merge(config, VAE22_KEYS, VAE22_FIXED, file, numbers, "the autoencoder of Wan 2.2")
+        return _checked(dataclasses.replace(WAN22_VAE, **stated), file)
+    stated = _merge(config, VAE_KEYS, VAE_FIXED, file, numbers, "the autoencoder of Wan 2.1")
     statistics = {"latents_mean": WAN21_VAE.latents_mean, "latents_std": WAN21_VAE.latents_std}
-    return _checked(VAEConfig(**statistics | _merge(config, VAE_KEYS, VAE_FIXED, file, numbers)), file)
-
-
-def vae22_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> VAEConfig:
-    """The autoencoder of Wan 2.2, likewise; what the file leaves out is that of `WAN22_VAE`."""
-    stated = _merge(config, VAE22_KEYS, VAE22_FIXED, file, numbers, "the autoencoder of Wan 2.2")
-    return _checked(dataclasses.replace(WAN22_VAE, **stated), file)
+    return _checked(VAEConfig(**statistics | stated), file)
 
 
 def _checked(parsed: VAEConfig, file: str) -> VAEConfig:
@@ -206,7 +220,7 @@ def _merge(
     fixed: Mapping[str, tuple[Any, ...]],
     file: str,
     numbers: Mapping[str, Any],
-    model: str = "Wan 2.1 text-to-video",
+    model: str = "Wan",
 ) -> dict[str, Any]:
     """Our fields from the file and from the tensors, which must agree."""
     for key, wanted in fixed.items():

@@ -12,6 +12,7 @@ Source: Wan-Video/Wan2.1 and Wan2.2, wan/modules/model.py. Names of parameters f
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class DiTConfig:
         return self.head_size - 2 * spatial, spatial, spatial
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -110,8 +111,8 @@ class Attention:
 
         o = Linear.spec(c.dim, c.dim, (heads, "embed"), dtype)
         q, k, v = project(), project(), project()
-        of_image = (project(), project(), norm()) if image else (None,) * 3
-        return Attention(q, k, v, o, norm(), norm(), *of_image, c.heads)
+        k_img, v_img, norm_k_img = (project(), project(), norm()) if image else (None, None, None)
+        return Attention(q, k, v, o, norm(), norm(), k_img, v_img, norm_k_img, c.heads)
 
     def __call__(
         self,
@@ -133,6 +134,7 @@ class Attention:
             q, k.astype(dtype), v.astype(dtype), real_keys=real, split="queries" if rope is None else "tokens"
         )
         if image is not None:
+            assert self.k_img and self.v_img and self.norm_k_img
             k, v = split(self.norm_k_img(self.k_img(image))), split(self.v_img(image))
             out = out + attention(q, k.astype(dtype), v.astype(dtype), split="queries")
         return self.o(rearrange(out, "b l n k -> b l (n k)"))

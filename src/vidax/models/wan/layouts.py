@@ -1,25 +1,41 @@
-"""The components of Wan 2.1 as they are published: by which tensors each layout is known, and what their shapes say.
+"""The components of Wan models as they are published: by which tensors each layout is known, and what their shapes say.
 
-Sources: Wan-Video/Wan2.1, wan/modules and wan/configs (file names); diffusers' and transformers' folders; the
-single files that ComfyUI loads.
+Sources: Wan-Video/Wan2.1 and Wan2.2, wan/modules and wan/configs (file names); diffusers' and transformers' folders;
+the single files that ComfyUI loads.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
 
+from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import mapping
-from vidax.models.wan.config import WAN21_VAE, dit_config, t5_config, vae_config
+from vidax.models.wan.config import (
+    CLIP_VIT_H,
+    WAN21_VAE,
+    WAN22_VAE,
+    clip_config,
+    dit_config,
+    t5_config,
+    vae_config,
+)
 from vidax.models.wan.dit import DiT
 from vidax.models.wan.vae import VAE
 from vidax.weights.held import HELD
 from vidax.weights.layouts import Catalogue, Kind, Layout, Shapes, Stranger
+from vidax.weights.mapping import Mapping as Names
 
 
 def transformer_numbers(shapes: Shapes) -> dict[str, Any]:
     dim, channels, *patch = shapes.shape("patch_embedding.weight", 5)
-    return {
+    image: dict[str, Any] = {}
+    if "image_embedding.mlp.fc1.weight" in shapes:
+        image["image_dim"] = shapes.shape("image_embedding.mlp.fc1.weight", 2)[1]
+    if "image_embedding.positions" in shapes:
+        image["image_positions"] = shapes.shape("image_embedding.positions", 3)[1]
+    return image | {
         "dim": dim,
         "layers": shapes.layers("blocks.norm3.weight"),
         "mlp_dim": shapes.shape("blocks.ffn.fc1.weight", 2)[0],
@@ -32,8 +48,13 @@ def transformer_numbers(shapes: Shapes) -> dict[str, Any]:
 
 
 def vae_numbers(shapes: Shapes) -> dict[str, Any]:
-    """The encoder is a flat list in every layout: residual blocks, and after each level but the last a downsampling."""
+    """The encoder of 2.1 is a flat list in every layout: residual blocks, and after each level but the last a
+    downsampling. That of 2.2 is a list of levels.
+    """
     base, image_channels = shapes.shape("encoder.conv_in.weight", 5)[:2]
+    common = {"base_dim": base, "latent_channels": shapes.shape("decoder.post_quant_conv.weight", 5)[0]}
+    if "encoder.down_blocks.0.resnets.0.conv1.weight" in shapes:
+        return common | levels_of_22(shapes, base) | {"patch": math.isqrt(image_channels // 3), "residual": True}
     levels: list[list[int]] = [[]]
     time_downsample: list[bool] = []
     for index in itertools.count():
@@ -45,13 +66,46 @@ def vae_numbers(shapes: Shapes) -> dict[str, Any]:
             levels.append([])
         else:
             break
-    return {
-        "base_dim": base,
-        "latent_channels": shapes.shape("decoder.post_quant_conv.weight", 5)[0],
+    return common | {
         "multipliers": tuple(level[-1] // base for level in levels if level),
         "blocks": max(map(len, levels)),
         "time_downsample": tuple(time_downsample),
-        "image_channels": image_channels,
+    }
+
+
+def levels_of_22(shapes: Shapes, base: int) -> dict[str, Any]:
+    widths: list[list[int]] = []
+    for level in itertools.count():
+        resnets = (f"encoder.down_blocks.{level}.resnets.{i}.conv1.weight" for i in itertools.count())
+        widths.append([shapes.shape(name, 5)[0] for name in itertools.takewhile(shapes.__contains__, resnets)])
+        if not widths[-1]:
+            break
+    blocks = len(widths[0])
+    # The official code numbers a level's downsampling after its residual blocks, of which only now the number is known.
+    downs = ("downsamplers.0", f"resnets.{blocks}")
+    halves = [
+        any(f"encoder.down_blocks.{level}.{down}.time_conv.weight" in shapes for down in downs)
+        for level in range(len(widths) - 2)
+    ]
+    multipliers = tuple(level[-1] // base for level in widths[:-1])
+    return {
+        "multipliers": multipliers,
+        "blocks": blocks,
+        "time_downsample": tuple(halves),
+        "decoder_base_dim": shapes.shape("decoder.conv_in.weight", 5)[0] // multipliers[-1],
+    }
+
+
+def image_encoder_numbers(shapes: Shapes) -> dict[str, Any]:
+    """Of the number of heads nothing can be seen. The last layer is counted, though it is no parameter of ours."""
+    dim, _, patch, _ = shapes.shape("patch_embedding.weight", 4)
+    tokens = shapes.size("position_embedding") // dim
+    return {
+        "dim": dim,
+        "layers": shapes.layers("blocks.norm1.weight"),
+        "mlp_dim": shapes.shape("blocks.mlp.fc1.weight", 2)[0],
+        "image": math.isqrt(tokens - 1) * patch,
+        "patch": patch,
     }
 
 
@@ -91,7 +145,7 @@ TRANSFORMER = Kind(
     ),
     classes=("WanTransformer3DModel", "WanModel"),
     numbers=transformer_numbers,
-    limits={"in_channels": 16, "out_channels": 16},
+    limits={},
     config=dit_config,
     spec=DiT.spec,
 )
@@ -111,14 +165,24 @@ VAE_KIND = Kind(
             names=lambda config: mapping.vae_official(config or WAN21_VAE),
         ),
         Layout(
+            name="official",
+            markers=("encoder.downsamples.0.downsamples.0.residual.2.weight", "decoder.head.2.weight"),
+            names=lambda config: mapping.vae_official(config or WAN22_VAE),
+        ),
+        Layout(
             name="diffusers",
             markers=("encoder.down_blocks.0.conv1.weight", "decoder.up_blocks.0.resnets.0.conv1.weight"),
             names=lambda config: mapping.VAE_DIFFUSERS,
         ),
+        Layout(
+            name="diffusers",
+            markers=("encoder.down_blocks.0.resnets.0.conv1.weight", "decoder.up_blocks.0.resnets.0.conv1.weight"),
+            names=lambda config: mapping.VAE22_DIFFUSERS,
+        ),
     ),
     classes=("AutoencoderKLWan",),
     numbers=vae_numbers,
-    limits={"latent_channels": 16, "image_channels": 3},
+    limits={},
     config=vae_config,
     spec=VAE.spec,
 )
@@ -153,37 +217,46 @@ TEXT_ENCODER = Kind(
     spec=T5Encoder.spec,
 )
 
-STRANGERS = (
-    *(
-        Stranger(
-            what="the transformer of an image-to-video Wan 2.1",
-            component="transformer",
-            markers=(marker,),
-            number=("patch_embedding.weight", 1, "in_channels", 16),
-        )
-        for marker in ("img_emb.proj.1.weight", "condition_embedder.image_embedder.ff.net.0.proj.weight")
+
+def clip_diffusers(prefix: str, config: CLIPVisionConfig | None) -> Names:
+    return mapping.clip_diffusers(config or CLIP_VIT_H, prefix)
+
+
+IMAGE_ENCODER = Kind(
+    title="image encoder",
+    layouts=(
+        Layout(
+            name="vidax",
+            markers=("class_embedding", "pre_norm.weight", "blocks.attention.q.weight"),
+            names=lambda config: HELD,
+            ours=True,
+        ),
+        Layout(
+            name="official",
+            markers=("visual.cls_embedding", "visual.transformer.0.attn.to_qkv.weight"),
+            names=lambda config: mapping.clip_official(config or CLIP_VIT_H),
+        ),
+        *(
+            Layout(
+                name="diffusers",
+                markers=(f"{prefix}embeddings.class_embedding", f"{prefix}encoder.layers.0.self_attn.q_proj.weight"),
+                names=functools.partial(clip_diffusers, prefix),
+            )
+            for prefix in ("vision_model.", "")
+        ),
     ),
+    classes=("clip_vision_model",),
+    numbers=image_encoder_numbers,
+    limits={},
+    config=clip_config,
+    spec=CLIPVision.spec,
+)
+
+STRANGERS = (
     Stranger(
         what="the transformer of Wan VACE, which edits video",
         component="transformer",
         markers=("vace_patch_embedding.weight",),
-    ),
-    *(
-        Stranger(
-            what="the autoencoder of Wan 2.2",
-            component="vae",
-            markers=(marker,),
-            number=(conv, 0, "latent_channels", 16),
-        )
-        for marker, conv in (
-            ("encoder.downsamples.0.downsamples.0.residual.2.weight", "conv2.weight"),
-            ("encoder.down_blocks.0.resnets.0.conv1.weight", "post_quant_conv.weight"),
-        )
-    ),
-    Stranger(
-        what="a CLIP image encoder, for image to video",
-        component="image_encoder",
-        markers=("visual.transformer.0.norm1.weight",),
     ),
     Stranger(
         what="the encoder of T5 v1.1, whose position biases are in its first layer only",
@@ -199,23 +272,38 @@ STRANGERS = (
     ),
 )
 
-WAN21 = Catalogue(
-    title="Wan 2.1 text to video",
-    kinds={"transformer": TRANSFORMER, "vae": VAE_KIND, "text_encoder": TEXT_ENCODER},
+WAN = Catalogue(
+    title="Wan",
+    kinds={
+        "transformer": TRANSFORMER,  # of two experts that for high noise
+        "transformer_2": TRANSFORMER,
+        "vae": VAE_KIND,
+        "text_encoder": TEXT_ENCODER,
+        "image_encoder": IMAGE_ENCODER,
+    },
+    optional=("transformer_2", "image_encoder"),
+    folders={"transformer": "high_noise_model", "transformer_2": "low_noise_model"},
     strangers=STRANGERS,
 )
 
 # Files of a repository, by component: in diffusers' layout, and in the official one.
 DIFFUSERS_FILES = {
     "transformer": ("transformer/config.json", "transformer/*.safetensors*"),
+    "transformer_2": ("transformer_2/config.json", "transformer_2/*.safetensors*"),
     "vae": ("vae/config.json", "vae/*.safetensors*"),
     "text_encoder": ("text_encoder/config.json", "text_encoder/*.safetensors*"),
+    "image_encoder": ("image_encoder/config.json", "image_encoder/*.safetensors*", "image_processor/*.json"),
     "tokenizer": ("tokenizer/*.json", "tokenizer/spiece.model"),
     "scheduler": ("model_index.json", "scheduler/*.json"),
 }
 OFFICIAL_FILES = {
-    "transformer": ("config.json", "diffusion_pytorch_model*.safetensors*"),
-    "vae": ("Wan2.1_VAE.pth",),
+    "transformer": (
+        *("config.json", "diffusion_pytorch_model*.safetensors*"),
+        *("high_noise_model/config.json", "high_noise_model/*.safetensors*"),
+    ),
+    "transformer_2": ("low_noise_model/config.json", "low_noise_model/*.safetensors*"),
+    "vae": ("Wan2.[12]_VAE.pth",),
     "text_encoder": ("models_t5_umt5-xxl-enc-bf16.pth",),
+    "image_encoder": ("models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",),
     "tokenizer": ("google/umt5-xxl/*",),
 }

@@ -7,7 +7,7 @@ them from descriptions alone, for the devices of the mesh in force, which need n
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,29 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from vidax.models.interface import Footprint
+from vidax.models.towers.clip_vision import CLIPVision
 from vidax.models.towers.t5 import Block as T5Block
 from vidax.models.towers.t5 import T5Config, T5Encoder
+from vidax.models.wan.condition import Given
 from vidax.models.wan.config import TEXT_TOKENS
-from vidax.models.wan.dit import Block, DiT, DiTConfig, Tokens
-from vidax.models.wan.vae import Decoder, VAEConfig, strips
+from vidax.models.wan.dit import Block, Context, DiT, DiTConfig, Tokens
+from vidax.models.wan.vae import Decoder, Encoder, VAEConfig, strips
 from vidax.nn import Spec, abstract, map_specs, placement
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide
 from vidax.sampling.solvers import SolverState, SolverTable, initial_state, step
 from vidax.weights.memory import program_bytes, split_bytes
 from vidax.weights.residency import DEVICE, PINNED
+
+
+class Known(NamedTuple):
+    """Sizes of what a video is made from beside its text: states of an image encoder, and clean latent frames."""
+
+    states: int = 0
+    frames: int = 0
+
+
+UNKNOWN = Known()
 
 
 @jax.jit
@@ -53,8 +65,22 @@ def encode_leave(ends: T5Encoder, lengths: jax.Array, tokens: jax.Array) -> jax.
 
 
 @jax.jit
-def prepare(dit: DiT, text: jax.Array) -> jax.Array:
-    return dit.prepare(text)
+def encode_image(tower: CLIPVision, pixels: jax.Array) -> jax.Array:
+    """States [1 I image_dim] of pictures [n image image 3], those of one after those of the other."""
+    states = tower(pixels)
+    return everywhere(states.reshape(1, -1, states.shape[-1]))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def encode_chunk(encoder: Encoder, frames: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """One chunk of frames to latents, and the cache for the next chunk."""
+    latents, cache = encoder(frames, cache)
+    return everywhere(latents), cache
+
+
+@jax.jit
+def prepare(dit: DiT, text: jax.Array, image: jax.Array | None) -> Context:
+    return dit.prepare(text, image)
 
 
 @jax.jit
@@ -63,18 +89,31 @@ def start(table: SolverTable, noise: jax.Array) -> SolverState:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
+def resume(state: SolverState) -> SolverState:
+    """A state that has been on the host, placed as a step leaves it."""
+    return jax.tree.map(everywhere, state)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
 def denoise_step(
-    dit: DiT, table: SolverTable, index: jax.Array, state: SolverState, context: jax.Array, scale: jax.Array | None
+    dit: DiT,
+    table: SolverTable,
+    index: jax.Array,
+    state: SolverState,
+    context: Context,
+    given: Given,
+    scale: jax.Array | None,
 ) -> SolverState:
     """One step of the solver. With a guidance scale, [conditional, unconditional] is one batch in one pass."""
     row = table.row(index)
-    latents, timesteps = batch(row, state, scale)
-    return solve(row, state, dit(latents, timesteps, context), scale)
+    latents, timesteps = batch(row, state, given, scale)
+    return solve(row, state, dit(latents, timesteps, context, given.count), scale)
 
 
-def batch(row: SolverTable, state: SolverState, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def batch(row: SolverTable, state: SolverState, given: Given, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Latents and timesteps for the network."""
-    latents = state.sample if scale is None else jnp.concatenate([state.sample, state.sample])
+    latents = given.beside(state.sample)
+    latents = latents if scale is None else jnp.concatenate([latents, latents])
     return latents, jnp.full(latents.shape[0], row.timestep)
 
 
@@ -86,12 +125,14 @@ def solve(row: SolverTable, state: SolverState, velocity: jax.Array, scale: jax.
 
 
 @jax.jit
-def enter(ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, scale: jax.Array | None) -> Tokens:
-    return ends.embed(*batch(table.row(index), state, scale))
+def enter(
+    ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, given: Given, scale: jax.Array | None
+) -> Tokens:
+    return ends.embed(*batch(table.row(index), state, given, scale), given.count)
 
 
 @functools.partial(jax.jit, donate_argnames="tokens")
-def through(ends: DiT, layer: Block, tokens: Tokens, context: jax.Array) -> tuple[Tokens, jax.Array]:
+def through(ends: DiT, layer: Block, tokens: Tokens, context: Context) -> tuple[Tokens, jax.Array]:
     """One layer; the second result is ready when it has computed."""
     tokens = ends.block(layer, tokens, context)
     return tokens, everywhere(tokens.x[:1, 0, 0])
@@ -101,8 +142,7 @@ def through(ends: DiT, layer: Block, tokens: Tokens, context: jax.Array) -> tupl
 def leave(
     ends: DiT, table: SolverTable, index: jax.Array, state: SolverState, tokens: Tokens, scale: jax.Array | None
 ) -> SolverState:
-    latents, _ = batch(row := table.row(index), state, scale)
-    return solve(row, state, ends.finish(tokens, latents), scale)
+    return solve(table.row(index), state, ends.finish(tokens, state.sample), scale)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", donate_argnames="cache")
@@ -129,6 +169,7 @@ def lower_step(
     mesh: Mesh,
     dtype=jnp.bfloat16,
     *,
+    known: Known = UNKNOWN,
     streamed: bool = False,
 ):
     """`denoise_step` for latents [1 F H W C] and a solver that keeps `past` predictions, all layers resident or, with
@@ -136,30 +177,51 @@ def lower_step(
     """
     place = Places(mesh)
     state = SolverState(place(latents), place(latents), (place(latents),) * past)
-    context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
     scale = place(()) if branches == 2 else None
     dit = abstract(DiT.spec(config, dtype), place.streamed if streamed else place.parameter)
+    context, given = place.context(config, branches, known, dtype), place.given(config, latents, known)
     with jax.set_mesh(mesh):
-        return denoise_step.lower(dit, place.table(past), place((), jnp.int32), state, context, scale)
+        return denoise_step.lower(dit, place.table(past), place((), jnp.int32), state, context, given, scale)
 
 
-def lower_layer(config: DiTConfig, latents: tuple[int, ...], branches: int, mesh: Mesh, dtype=jnp.bfloat16):
+def lower_layer(
+    config: DiTConfig,
+    latents: tuple[int, ...],
+    branches: int,
+    mesh: Mesh,
+    dtype=jnp.bfloat16,
+    *,
+    known: Known = UNKNOWN,
+):
     """`through` for latents [1 F H W C]."""
     place = Places(mesh)
     ends, layer = (abstract(specs, place.parameter) for specs in ends_and_layer(DiT.spec(config, dtype)))
-    context = place((branches, TEXT_TOKENS, config.dim), dtype, "batch", None, None)
+    context = place.context(config, branches, known, dtype)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(
-            lambda ends, *inputs: ends.embed(*inputs), ends, place((branches, *latents[1:])), place((branches,))
+            lambda ends, *inputs: ends.embed(*inputs, known.frames),
+            ends,
+            place((branches, *latents[1:4], config.in_channels)),
+            place((branches,)),
         )
-        tokens = Tokens(
-            place(shapes.x.shape, jnp.float32, "batch", "tokens", None),
-            place(shapes.time.shape, jnp.float32, "batch", None),
-            place(shapes.modulation.shape, jnp.float32, "batch", None, None),
-            tuple(place(table.shape, jnp.float32, "tokens", None) for table in shapes.rope),
-            shapes.real,
+        tokens = dataclasses.replace(
+            shapes,
+            x=place(shapes.x.shape, jnp.float32, "batch", "tokens", None),
+            time=place(shapes.time.shape, jnp.float32, "batch", None, None),
+            modulation=place(shapes.modulation.shape, jnp.float32, "batch", None, None, None),
+            rope=tuple(place(table.shape, jnp.float32, "tokens", None) for table in shapes.rope),
         )
         return through.lower(ends, layer, tokens, context)
+
+
+def lower_encode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
+    """`encode_chunk` for the frames after the first, of (height, width) pixels."""
+    place = Places(mesh)
+    encoder = abstract(Encoder.spec(config), place.parameter)
+    first, frames = (place((1, count, *size, 3)) for count in (1, config.time_factor))
+    with jax.set_mesh(mesh):
+        _, cache = jax.eval_shape(lambda model, x: model(x, None), encoder, first)
+        return encode_chunk.lower(encoder, frames, place.strips(cache))
 
 
 def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
@@ -169,8 +231,7 @@ def lower_decode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
     latents = place((1, 1, *size, config.latent_channels))
     with jax.set_mesh(mesh):
         _, cache = jax.eval_shape(lambda model, z: model(z, None), decoder, latents)
-        cache = jax.tree.map(lambda frames: place(frames.shape, frames.dtype, *strips(*frames.shape[2:4])), cache)
-        return decode_chunk.lower(decoder, latents, cache, "uint8")
+        return decode_chunk.lower(decoder, latents, place.strips(cache), "uint8")
 
 
 def lower_text_layer(config: T5Config, dtype, mesh: Mesh):
@@ -193,6 +254,7 @@ def footprint(
     """What denoising latents [1 F H W C] takes; without the compiled `program` of a layer, activations are left out."""
     # float32 latents, those of the last step and two predictions; a text of each branch.
     kept = 4 * 4 * math.prod(latents) + 4 * branches * TEXT_TOKENS * config.dim
+    kept += 4 * math.prod(latents[:4]) * (config.in_channels - config.out_channels)
     tokens = math.prod(latents[1:4]) // math.prod(config.patch)
     stream = 4 * branches * tokens * config.dim // (mesh.shape["seq"] * mesh.shape["data"])
     return _footprint(DiT.spec(config, dtype), mesh, program, kept, stream)
@@ -218,6 +280,25 @@ class Places:
     def __call__(self, shape: tuple[int, ...], dtype: Any = jnp.float32, *axes: Any) -> jax.ShapeDtypeStruct:
         place = sharding(self.mesh, axes, shape) if axes else NamedSharding(self.mesh, P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def strips(self, cache: Any) -> Any:
+        """Past frames of an autoencoder."""
+        return jax.tree.map(lambda frames: self(frames.shape, frames.dtype, *strips(*frames.shape[2:4])), cache)
+
+    def context(self, config: DiTConfig, branches: int, known: Known, dtype: Any) -> Context:
+        """What `prepare` makes."""
+
+        def tokens(count: int) -> jax.ShapeDtypeStruct:
+            return self((branches, count, config.dim), dtype, "batch", None, None)
+
+        return Context(tokens(TEXT_TOKENS), tokens(known.states) if known.states else None)
+
+    def given(self, config: DiTConfig, latents: tuple[int, ...], known: Known) -> Given:
+        more = config.in_channels - config.out_channels
+        return Given(
+            self((*latents[:4], more)) if more else None,
+            self((1, known.frames, *latents[2:])) if known.frames else None,
+        )
 
     def streamed(self, spec: Spec) -> NamedSharding:
         """Where a parameter lies if the layers wait in host memory."""

@@ -442,7 +442,7 @@ class Decoder:
 @module
 class VAE:
     encoder: Encoder | None  # None where only decoding is needed
-    decoder: Decoder
+    decoder: Decoder | None
 
     @staticmethod
     def spec(c: VAEConfig):

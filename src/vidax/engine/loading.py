@@ -1,0 +1,184 @@
+"""From a part's files to its weights on the mesh, with layers where their residency says; and the second of two
+experts, which is read while the first one works.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vidax.engine.progress import Progress, phase
+from vidax.engine.work import Work, warn
+from vidax.models.interface import Part
+from vidax.nn import Spec, is_spec, parameter_bytes, placement
+from vidax.parallel import processes
+from vidax.weights import load as load_weights
+from vidax.weights.load import Apart
+from vidax.weights.memory import host_available, split_bytes
+from vidax.weights.residency import (
+    DEVICE,
+    PINNED,
+    RESIDENT,
+    UNPINNED,
+    Residency,
+    Ring,
+    layers_apart,
+    to_device,
+)
+
+ROOM = 1.1  # of what an expert takes in host memory
+
+
+def apart(mesh: jax.sharding.Mesh, dtype: Any) -> bool:
+    """Whether layers run one by one even where all are resident. On CPUs those of bfloat16 do: in a loop over a stack
+    of them XLA makes all of it float32 at each step, which takes three times the memory and more than twice the time.
+    """
+    return on_cpu(mesh) and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def on_cpu(mesh: jax.sharding.Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Reads weights for a mesh. Nothing here keeps them: they are gone when the caller lets go."""
+
+    mesh: jax.sharding.Mesh
+    dtype: str
+
+    def load(
+        self,
+        name: str,
+        part: Part,
+        works: Sequence[Work],
+        timings: dict[str, float],
+        progress: Progress,
+        residency: Residency = RESIDENT,
+    ) -> Any:
+        """A part's weights, with as many layers on the devices as the residency says; the others are in a `Ring`."""
+
+        def read(kind: str) -> Any:
+            loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
+            with loading as advance, processes.in_step(self.mesh.is_multi_process):
+                return self.weights(part, residency, advance, waiting=kind)
+
+        if not self.one_by_one(part, residency):
+            return read(PINNED)
+        return self.in_turns(part, residency, pinned(name, works, progress, read))
+
+    def weights(
+        self, part: Part, residency: Residency, advance: Callable[[int], None], *, waiting: str, rest: str = DEVICE
+    ) -> Any:
+        """A part's weights: the large ones of streamed layers in the memory of the kind `waiting`, or `Stored`, and
+        the rest in that of another. Layers that run one by one are arrays of their own (`Apart`). Embedding tables stay
+        in their files.
+        """
+        place = placement(self.mesh)
+
+        def streamed(spec: Spec, layer: int) -> bool:
+            return not spec.small and not residency.holds(layer)
+
+        def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
+            return place(spec).with_memory_kind(waiting if streamed(spec, layer) else rest)
+
+        def stored(spec: Spec, layer: int | None) -> bool:
+            return spec.looked_up if layer is None else residency.disk and streamed(spec, layer)
+
+        return load_weights(
+            part.spec,
+            part.checkpoint,
+            part.mapping,
+            sharding=lambda spec: place(spec).with_memory_kind(rest),
+            layer_sharding=place_layer if self.one_by_one(part, residency) else None,
+            stored=stored,
+            progress=lambda done, _: advance(done),
+        )
+
+    def one_by_one(self, part: Part, residency: Residency) -> bool:
+        return hasattr(part.spec, "blocks") and (residency != RESIDENT or apart(self.mesh, self.dtype))
+
+    def in_turns(self, part: Part, residency: Residency, loaded: Any) -> Any:
+        """What is loaded, with layers that run one by one in a `Ring`."""
+        if not self.one_by_one(part, residency):
+            return loaded
+        return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
+
+
+def pinned(name: str, works: Sequence[Work], progress: Progress, read: Callable[[str], Any]) -> Any:
+    """`read` with pinned host memory for what waits there, or without where there is none."""
+    try:
+        return read(PINNED)
+    except jax.errors.JaxRuntimeError as error:
+        layers = f"the layers of the {name} ({first_line(error)})"
+        warn(f"no pinned host memory for {layers}, so their copies may be slower", works, progress)
+        return read(UNPINNED)
+
+
+class Ahead:
+    """A network that is read while another works, and waits for its turn in host memory; on a CPU that is the device's.
+
+    Without room for it there it is read when its turn has come.
+    """
+
+    def __init__(self, loader: Loader, name: str, part: Part, residency: Residency):
+        self.loader, self.name, self.part, self.residency = loader, name, part, residency
+        self._stop = threading.Event()
+        self._read: Future | None = None
+        each = split_bytes(part.spec, placement(loader.mesh))
+        available, needed = host_available(), ROOM * each * len(loader.mesh.local_devices)
+        self.waits = not residency.disk and (available is None or needed <= available)
+
+    def start(self) -> None:
+        if self.waits:
+            pool = ThreadPoolExecutor(1)
+            self._read = pool.submit(self._weights)
+            pool.shutdown(wait=False)
+
+    def take(self, works: Sequence[Work], timings: dict[str, float], progress: Progress) -> Any:
+        """The network on the devices. An error of reading is raised here."""
+        if self._read is None:
+            return self.loader.load(self.name, self.part, works, timings, progress, self.residency)
+        loading = phase(f"load {self.name}", parameter_bytes(self.part.spec), timings, progress)
+        with loading, processes.in_step(self.loader.mesh.is_multi_process):
+            loaded, self._read = self._read.result(), None
+            loaded = jax.tree.map(self._arrive, self.part.spec, loaded, is_leaf=is_spec)
+        return self.loader.in_turns(self.part, self.residency, loaded)
+
+    def close(self) -> None:
+        """Give up what is being read."""
+        self._stop.set()
+        self._read = None
+
+    def _weights(self) -> Any:
+        if on_cpu(self.loader.mesh):
+            return self.loader.weights(self.part, self.residency, self._go_on, waiting=PINNED)
+        kinds = [PINNED, UNPINNED]
+        while True:
+            kind = kinds.pop(0)
+            try:
+                return self.loader.weights(self.part, self.residency, self._go_on, waiting=kind, rest=kind)
+            except jax.errors.JaxRuntimeError:
+                if not kinds:
+                    raise
+
+    def _go_on(self, done: int) -> None:
+        if self._stop.is_set():
+            raise RuntimeError(f"reading the {self.name} was given up")
+
+    def _arrive(self, spec: Spec, value: Any) -> Any:
+        """A parameter where its residency says; the copies of its layers to the device are only started."""
+        if not isinstance(value, Apart):
+            return to_device(value).block_until_ready() if isinstance(value, jax.Array) else value
+        moves = (spec.layer().small or self.residency.holds(layer) for layer in range(len(value)))
+        return Apart(
+            to_device(x) if move and isinstance(x, jax.Array) else x for x, move in zip(value, moves, strict=True)
+        )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

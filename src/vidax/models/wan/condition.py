@@ -1,0 +1,69 @@
+"""What an image-to-video model is given of a video beforehand, in one of two ways.
+
+Channels: beside the noisy latents there are others, in which a mask says which frames are known, and then the latents
+of the known frames with grey ones between them (2.1 image to video, and the experts of 2.2).
+Frames: the first latent frame is the picture's own, and its tokens have timestep 0 (TI2V-5B).
+
+Source: Wan-Video/Wan2.1, wan/image2video.py and first_last_frame2video.py; Wan-Video/Wan2.2, wan/textimage2video.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vidax.nn import module
+
+
+@module
+class Given:
+    """Known latents, the same at every step."""
+
+    channels: Any  # [1 F H W C'] beside the noisy ones, or None
+    frames: Any  # [1 f H W C] in the place of the first ones, or None
+
+    @property
+    def count(self) -> int:
+        """How many latent frames are clean."""
+        return 0 if self.frames is None else self.frames.shape[1]
+
+    def beside(self, latents: jax.Array) -> jax.Array:
+        """What the network sees of noisy latents [1 F H W C]."""
+        latents = self.first(latents)
+        return latents if self.channels is None else jnp.concatenate([latents, self.channels], -1)
+
+    def first(self, latents: Any) -> Any:
+        """Latents [1 F H W C], of the device or the host, with the clean frames in their place."""
+        if self.frames is None:
+            return latents
+        stack = np if isinstance(latents, np.ndarray) else jnp
+        return stack.concatenate([self.frames, latents[:, self.count :]], 1)
+
+
+NOTHING = Given(None, None)
+
+
+def mask(frames: int, last: bool, time_factor: int) -> np.ndarray:
+    """[F time_factor] of a video: 1 for known frames. The first stands for all that its latent frame could hold."""
+    known = np.zeros(frames, np.float32)
+    known[0] = 1
+    if last:
+        known[-1] = 1
+    return np.concatenate([np.repeat(known[:1], time_factor), known[1:]]).reshape(-1, time_factor)
+
+
+def chunks(pictures: Sequence[np.ndarray], frames: int, time_factor: int) -> Iterator[np.ndarray]:
+    """A video [1 f H W 3] in [-1, 1] as it is encoded: the first frame alone, then `time_factor` at a time.
+
+    pictures: the first frame and perhaps the last, [H W 3] in [0, 1]; between them all is grey.
+    """
+    first, *others = (picture[None, None] * 2 - 1 for picture in pictures)
+    yield first
+    grey = np.zeros((1, time_factor, *first.shape[2:]), np.float32)
+    for start in range(1, frames, time_factor):
+        if others and start + time_factor == frames:
+            yield np.concatenate([grey[:, 1:], *others], 1)
+        else:
+            yield grey
