@@ -19,6 +19,7 @@ from einops import rearrange
 from PIL import Image
 
 from vidax.errors import UserError
+from vidax.media.image import stretch_bicubic
 from vidax.nn import LayerNorm, Linear, Spec, fan_in, module, stack, static
 from vidax.ops.attention import attention
 from vidax.parallel.rules import everywhere
@@ -147,7 +148,6 @@ class CLIPVision:
 # Of the pictures that CLIP was trained on, red, green and blue in [0, 1]: official wan/modules/clip.py, _clip.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-BICUBIC = -0.75  # the filter's slope at distance 1, PyTorch's choice; Pillow's is -0.5
 
 
 def preprocess(image: np.ndarray, config: Mapping[str, Any] | None = None, *, size: int = 224) -> np.ndarray:
@@ -159,37 +159,12 @@ def preprocess(image: np.ndarray, config: Mapping[str, Any] | None = None, *, si
     assert image.ndim == 3 and image.shape[2] == 3, image.shape
     if config is not None:
         return cropped(image, config)
-    values = image.astype(np.float32) / np.float32(255 if image.dtype == np.uint8 else 1)
     # The official code resizes values in [-1, 1]. The weights of each pixel add up to 1: the result is the same.
-    for axis in (1, 0):
-        values = resize(values, axis, size)
-    return normalised(values, MEAN, STD)
+    return normalised(stretch_bicubic(image, (size, size)), MEAN, STD)
 
 
 def normalised(values: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
     return (values - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
-
-
-def resize(image: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """One axis of float32 values to another size by cubic convolution (Keys 1981) of the four nearest, the edges
-    repeated: `torch.nn.functional.interpolate(mode="bicubic", align_corners=False)`. It does not clip.
-    """
-    length = image.shape[axis]
-    # float32 as in PyTorch, rounded once: far from the origin the position between two pixels is coarse
-    place = ((np.arange(size) + 0.5) * np.float64(np.float32(length / size)) - 0.5).astype(np.float32)
-    start = np.floor(place)
-    taps = np.arange(-1, 3)
-    weights = cubic((place - start)[:, None] - taps.astype(np.float32))
-    index = np.clip(start.astype(np.int64)[:, None] + taps, 0, length - 1)
-    shape = [size if i == axis else 1 for i in range(image.ndim)]
-    return sum(image.take(index[:, i], axis) * weights[:, i].reshape(shape) for i in range(len(taps)))
-
-
-def cubic(distance: np.ndarray) -> np.ndarray:
-    x, a = np.abs(distance), np.float32(BICUBIC)
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = ((x - 5) * x + 8) * x * a - 4 * a
-    return np.where(x <= 1, near, far)
 
 
 # transformers' values for what an image processor's config leaves out, and the steps that none may leave out.
