@@ -16,7 +16,6 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vidax.errors import UserError
 
-FITS = ("crop", "pad", "stretch")  # how a picture of another shape comes to a size: `cover`, `pad`, `stretch`
 BICUBIC = -0.75  # the filter's slope at distance 1, PyTorch's choice; Pillow's is -0.5
 LANCZOS = Image.Resampling.LANCZOS
 
@@ -31,6 +30,10 @@ class Picture:
     name: str = dataclasses.field(compare=False)  # the path as given, or what else was given: "image" or "array"
     digest: str  # SHA-256 of shape and pixels, in hexadecimal
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)  # what was done on reading, in a few words
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.pixels.shape[1], self.pixels.shape[0]
 
 
 def open_picture(source: str | os.PathLike | Image.Image | np.ndarray) -> Picture:
@@ -201,6 +204,9 @@ def scaled(pixels: np.ndarray, size: tuple[int, int], choose: Callable[[float, f
 def stretch(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Either side scaled by itself, as diffusers' VaeImageProcessor does."""
     return to_float32(np.asarray(Image.fromarray(pixels).resize(size, LANCZOS)))
+
+
+FITS = {"crop": cover, "pad": pad, "stretch": stretch}  # how a picture of another shape comes to a size
 
 
 def stretch_bicubic(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
