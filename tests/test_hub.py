@@ -181,7 +181,7 @@ def test_a_card_is_downloaded_from_its_own_repository(cache, network, tiny_card)
 
 
 def test_a_card_whose_repository_holds_another_model(cache, network, tiny_card):
-    put(cache, OFFICIAL, lambda folder: tiny.write_folder(folder, transformer_config=tiny.UNEVEN_TRANSFORMER_CONFIG))
+    put(cache, OFFICIAL, lambda folder: tiny.write_folder(folder, transformer=tiny.UNEVEN_TRANSFORMER_CONFIG))
     with pytest.raises(UserError, match=r"not tiny: dim 60 instead of 48, layers 3 instead of 2, heads 3 instead of 2"):
         vidax.load("tiny")
 

@@ -230,7 +230,7 @@ def official(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def diffusers(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "diffusers"
-    return tiny.write_folder(folder, vae_config=tiny.OFFICIAL_VAE_CONFIG)
+    return tiny.write_folder(folder, vae=tiny.OFFICIAL_VAE_CONFIG)
 
 
 def frames(engine: vidax.Engine) -> np.ndarray:

@@ -63,6 +63,12 @@ TRANSFORMER_CONFIG = {
 # Heads of 20 channels: no multiple of 6, so that frames get more of them than rows and columns.
 UNEVEN_TRANSFORMER_CONFIG = {**TRANSFORMER_CONFIG, "num_attention_heads": 3, "attention_head_dim": 20, "num_layers": 3}
 
+# Image to video: a mask of 4 and 16 latent channels beside the noisy ones; 2.1 attends to the image too.
+I2V_CONFIG = {**TRANSFORMER_CONFIG, "in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 48}
+FLF2V_CONFIG = {**I2V_CONFIG, "pos_embed_seq_len": 10}
+I2V_22_CONFIG = {**TRANSFORMER_CONFIG, "in_channels": 36}
+TI2V_CONFIG = {**TRANSFORMER_CONFIG, "in_channels": 48, "out_channels": 48}
+
 VAE_CONFIG = {
     "_class_name": "AutoencoderKLWan",
     "base_dim": 8,
@@ -124,6 +130,20 @@ UNEVEN_IMAGE_ENCODER_CONFIG = {
     **{"hidden_size": 40, "num_hidden_layers": 5, "num_attention_heads": 5, "image_size": 48, "patch_size": 8},
 }
 
+PROCESSOR_CONFIG = {
+    "image_processor_type": "CLIPImageProcessor",
+    "do_resize": True,
+    "size": {"shortest_edge": 28},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": 28, "width": 28},
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",
     "prediction_type": "flow_prediction",
@@ -182,13 +202,9 @@ def transformer(config_file: Mapping[str, Any] = TRANSFORMER_CONFIG, dtype=np.fl
 
 
 def vae(config_file: Mapping[str, Any] = VAE_CONFIG) -> Part:
-    spec = VAE.spec(config.vae_config(config_file, "tiny"))
-    return Part(spec, mapping.VAE_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
-
-
-def vae22(config_file: Mapping[str, Any] = VAE22_CONFIG) -> Part:
-    spec = VAE.spec(config.vae22_config(config_file, "tiny"))
-    return Part(spec, mapping.VAE22_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
+    c = config.vae_config(config_file, "tiny")
+    names = mapping.VAE22_DIFFUSERS if c.residual else mapping.VAE_DIFFUSERS
+    return Part(VAE.spec(c), names, "vae/diffusion_pytorch_model.safetensors")
 
 
 def text_encoder(config_file: Mapping[str, Any] = TEXT_ENCODER_CONFIG, dtype=np.float32) -> Part:
@@ -239,44 +255,92 @@ TOKENIZER_CONFIG = {
 }
 
 
-def write_folder(
-    path: str | Path,
-    *,
-    scheduler: Mapping[str, Any] = UNIPC,
-    transformer_config: Mapping[str, Any] = TRANSFORMER_CONFIG,
-    vae_config: Mapping[str, Any] = VAE_CONFIG,
-    text_encoder_config: Mapping[str, Any] = TEXT_ENCODER_CONFIG,
-    seed: int = SEED,
-) -> Path:
-    """Write the model as `WanPipeline.save_pretrained` would (3 MB, 0.1 s); returns the path."""
-    path = Path(path)
-    index = {
-        "_class_name": "WanPipeline",
-        "_diffusers_version": "0.42.1",
-        "boundary_ratio": None,
-        "expand_timesteps": False,
-        "scheduler": ["diffusers", scheduler["_class_name"]],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": [None, None],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Folder:
+    """What a pipeline's folder holds. SECOND is the seed of the second expert's weights."""
+
+    pipeline: str = "WanPipeline"
+    scheduler: Mapping[str, Any] = dataclasses.field(default_factory=lambda: UNIPC)
+    transformer: Mapping[str, Any] = dataclasses.field(default_factory=lambda: TRANSFORMER_CONFIG)
+    experts: int = 1
+    vae: Mapping[str, Any] = dataclasses.field(default_factory=lambda: VAE_CONFIG)
+    text_encoder: Mapping[str, Any] = dataclasses.field(default_factory=lambda: TEXT_ENCODER_CONFIG)
+    image_encoder: Mapping[str, Any] | None = None
+    boundary_ratio: float | None = None
+    expand_timesteps: bool = False
+
+    @property
+    def index(self) -> dict[str, Any]:
+        absent = [None, None]
+        return {
+            "_class_name": self.pipeline,
+            "_diffusers_version": "0.42.1",
+            "boundary_ratio": self.boundary_ratio,
+            "expand_timesteps": self.expand_timesteps,
+            "image_encoder": ["transformers", "CLIPVisionModel"] if self.image_encoder else absent,
+            "image_processor": ["transformers", "CLIPImageProcessorPil"] if self.image_encoder else absent,
+            "scheduler": ["diffusers", self.scheduler["_class_name"]],
+            "text_encoder": ["transformers", "UMT5EncoderModel"],
+            "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+            "transformer": ["diffusers", "WanTransformer3DModel"],
+            "transformer_2": ["diffusers", "WanTransformer3DModel"] if self.experts == 2 else absent,
+            "vae": ["diffusers", "AutoencoderKLWan"],
+        }
+
+
+SECOND = 1
+I2V_21 = Folder(pipeline="WanImageToVideoPipeline", transformer=I2V_CONFIG, image_encoder=IMAGE_ENCODER_CONFIG)
+FOLDERS = {
+    "i2v 2.1": I2V_21,
+    "flf2v": dataclasses.replace(I2V_21, transformer=FLF2V_CONFIG),
+    "t2v 2.2": Folder(experts=2, boundary_ratio=0.875),
+    "i2v 2.2": Folder(pipeline="WanImageToVideoPipeline", transformer=I2V_22_CONFIG, experts=2, boundary_ratio=0.9),
+    "5b": Folder(transformer=TI2V_CONFIG, vae=VAE22_CONFIG, expand_timesteps=True),
+}
+
+
+def write_folder(path: str | Path, folder: Folder | None = None, *, seed: int = SEED, **changes: Any) -> Path:
+    """Write a model as `save_pretrained` of its pipeline would (3 MB, 0.1 s); returns the path.
+
+    changes: fields of `Folder`.
+    """
+    path, folder = Path(path), dataclasses.replace(folder or Folder(), **changes)
     files = {
-        "model_index.json": index,
-        "scheduler/scheduler_config.json": scheduler,
-        "transformer/config.json": transformer_config,
-        "vae/config.json": vae_config,
-        "text_encoder/config.json": text_encoder_config,
+        "model_index.json": folder.index,
+        "scheduler/scheduler_config.json": folder.scheduler,
+        "transformer/config.json": folder.transformer,
+        "vae/config.json": folder.vae,
+        "text_encoder/config.json": folder.text_encoder,
         "tokenizer/tokenizer_config.json": TOKENIZER_CONFIG,
     }
+    parts = [
+        (transformer(folder.transformer), seed),
+        (vae(folder.vae), seed),
+        (text_encoder(folder.text_encoder), seed),
+    ]
+    if folder.experts == 2:
+        files["transformer_2/config.json"] = folder.transformer
+        second = transformer(folder.transformer)
+        parts.append((dataclasses.replace(second, file=second.file.replace("transformer", "transformer_2")), SECOND))
+    if folder.image_encoder:
+        files["image_encoder/config.json"] = folder.image_encoder
+        files["image_processor/preprocessor_config.json"] = PROCESSOR_CONFIG
+        parts.append((image_encoder(folder.image_encoder), seed))
     for name, content in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(content, indent=2))
     tokenizer().save(str(path / "tokenizer" / "tokenizer.json"))
-    for part in (transformer(transformer_config), vae(vae_config), text_encoder(text_encoder_config)):
-        save_file(weights(part.shapes, seed), path / part.file, metadata={"format": "pt"})
+    for part, own in parts:
+        save_file(weights(part.shapes, own), path / part.file, metadata={"format": "pt"})
     return path
+
+
+def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """Smooth colours with a little noise, uint8 [height width 3]."""
+    random = np.random.RandomState(seed)
+    y, x = np.mgrid[:height, :width] / max(height, width)
+    waves = np.stack([np.sin(6 * (a * x + b * y) + c) for a, b, c in random.uniform(-1, 1, (3, 3))], -1)
+    return np.clip(127.5 + 100 * waves + 10 * random.standard_normal(waves.shape), 0, 255).astype(np.uint8)
 
 
 OFFICIAL_CONFIG = {

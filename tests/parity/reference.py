@@ -1,5 +1,7 @@
 """The tiny Wan model in PyTorch: the classes of diffusers and transformers with the weights of tests/tiny.py."""
 
+import dataclasses
+
 import diffusers
 import numpy as np
 import tiny
@@ -38,32 +40,46 @@ def scheduler(config=tiny.UNIPC):
     return getattr(diffusers, config["_class_name"]).from_config(dict(config))
 
 
-def pipeline(scheduler_config=tiny.UNIPC) -> diffusers.WanPipeline:
+def pipeline(scheduler_config=tiny.UNIPC, folder: tiny.Folder | None = None) -> diffusers.DiffusionPipeline:
+    """The pipeline that `tiny.write_folder` writes, made of its classes."""
+    folder = dataclasses.replace(folder or tiny.Folder(), scheduler=scheduler_config)
     names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
-    pipe = diffusers.WanPipeline(
+    parts = {}
+    if folder.image_encoder:
+        parts["image_encoder"] = image_encoder(folder.image_encoder)
+        processor = {key: value for key, value in tiny.PROCESSOR_CONFIG.items() if key != "image_processor_type"}
+        parts["image_processor"] = transformers.CLIPImageProcessorPil(**processor)
+    if folder.experts == 2:
+        second = diffusers.WanTransformer3DModel.from_config(dict(folder.transformer))
+        parts["transformer_2"] = fill(second, tiny.SECOND)
+    pipe = getattr(diffusers, folder.pipeline)(
         tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names),
-        text_encoder=text_encoder(),
-        vae=vae(),
-        transformer=transformer(),
-        scheduler=scheduler(scheduler_config),
+        text_encoder=text_encoder(folder.text_encoder),
+        vae=vae(folder.vae),
+        transformer=transformer(folder.transformer),
+        scheduler=scheduler(folder.scheduler),
+        boundary_ratio=folder.boundary_ratio,
+        expand_timesteps=folder.expand_timesteps,
+        **parts,
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def generate(
-    pipe: diffusers.WanPipeline,
+    pipe: diffusers.DiffusionPipeline,
     *,
     size: tuple[int, int],
     frames: int = 9,
     steps: int = 3,
     guidance_scale: float = 5,
     seed: int = 7,
+    **more,
 ) -> np.ndarray:
     """Frames [F H W 3] in [0, 1] of the run that `tiny.command` asks vidax for; size is (width, height)."""
     width, height = size
     return pipe(
-        tiny.PROMPT,
+        prompt=tiny.PROMPT,
         negative_prompt=tiny.NEGATIVE_PROMPT,
         height=height,
         width=width,
@@ -72,6 +88,7 @@ def generate(
         guidance_scale=float(guidance_scale),
         generator=torch.Generator("cpu").manual_seed(seed),
         output_type="np",
+        **more,
     ).frames[0]
 
 
@@ -97,10 +114,11 @@ def encode_picture(model: transformers.CLIPVisionModel, pixels: np.ndarray, stat
     return model(torch.from_numpy(pixels), output_hidden_states=True).hidden_states[states].detach().numpy()
 
 
-def predict(model, latents: np.ndarray, timesteps: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """The transformer's output [B F H W C]."""
-    out = model(channels_first(latents), torch.from_numpy(timesteps), torch.from_numpy(text), return_dict=False)[0]
-    return channels_last(out)
+def predict(model, latents: np.ndarray, timesteps: np.ndarray, text: np.ndarray, image=None) -> np.ndarray:
+    """The transformer's output [B F H W C]. timesteps: [B], or [B L] for each token; image: [B I image_dim]."""
+    image = None if image is None else torch.from_numpy(image)
+    times, texts = torch.from_numpy(timesteps), torch.from_numpy(text)
+    return channels_last(model(channels_first(latents), times, texts, image, return_dict=False)[0])
 
 
 def normalisation(model: diffusers.AutoencoderKLWan) -> tuple[torch.Tensor, torch.Tensor]:

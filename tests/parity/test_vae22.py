@@ -23,7 +23,7 @@ from test_goldens import TOLERANCE, VAE22_GOLDENS
 
 from parity import reference
 from vidax.models.wan import mapping, vae
-from vidax.models.wan.config import WAN22_VAE, vae22_config
+from vidax.models.wan.config import WAN22_VAE, vae_config
 from vidax.models.wan.vae import VAE
 from vidax.weights import checkpoint_names
 
@@ -67,7 +67,7 @@ def latents(count: int, size: str = "landscape") -> np.ndarray:
 
 @functools.cache
 def ours() -> VAE:
-    return tiny.parameters(tiny.vae22())
+    return tiny.parameters(tiny.vae(tiny.VAE22_CONFIG))
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def test_the_full_size_in_diffusers():
     """Every name and shape; the class without values. Its config is what `WAN22_VAE` stands for."""
     statistics = {key: list(getattr(WAN22_VAE, key)) for key in ("latents_mean", "latents_std")}
     config = tiny.VAE22_CONFIG | statistics | {"base_dim": 160, "decoder_base_dim": 256, "num_res_blocks": 2}
-    assert vae22_config(config, "full size") == WAN22_VAE
+    assert vae_config(config, "full size") == WAN22_VAE
     with torch.device("meta"):
         model = diffusers.AutoencoderKLWan.from_config(config)
     leaves = checkpoint_names(VAE.spec(WAN22_VAE), mapping.VAE22_DIFFUSERS)
@@ -146,8 +146,8 @@ def official(module):
         num_res_blocks=config["num_res_blocks"],
         temperal_downsample=config["temperal_downsample"],
     )
-    part = tiny.vae22()
-    names = mapping.vae_official(vae22_config(config, "tiny"))
+    part = tiny.vae(tiny.VAE22_CONFIG)
+    names = mapping.vae_official(vae_config(config, "tiny"))
     pairs = zip(checkpoint_names(part.spec, names), checkpoint_names(part.spec, part.mapping), strict=True)
     state = {
         official: torch.from_numpy(tiny.weight(name, part.shapes[name]))

@@ -5,6 +5,7 @@ whole runs the largest difference of a pixel in [0, 1]. What was measured stands
 tests/parity/test_mutations.py shows what these tolerances catch.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -142,30 +143,34 @@ def reference_intermediates(model, latents, timesteps, text) -> dict[str, np.nda
 def intermediates(dit, latents, timesteps, text) -> dict[str, jax.Array]:
     """The parts of `DiT.__call__` and `Block.__call__` one by one, each block sliced out of the stack."""
     tokens = jax.jit(lambda dit, *args: dit.embed(*args))(dit, latents, timesteps)
-    x, time, modulation, rope = tokens.x, tokens.time, tokens.modulation, tokens.rope
     context = jax.jit(lambda dit, text: dit.prepare(text))(dit, text)
-    seen = {"tokens": x, "time": time, "modulation": modulation, "context": context}
+    seen = {
+        "tokens": tokens.x,
+        "time": tokens.time[:, 0],
+        "modulation": tokens.modulation[:, 0],
+        "context": context.text,
+    }
     for i in range(dit.config.layers):
-        parts = block_parts(tiny.block(dit.blocks, i), x, modulation, context, rope)
+        parts = block_parts(tiny.block(dit.blocks, i), tokens, context)
         seen |= {f"block {i} {part}": value for part, value in parts.items()}
-        x = parts["output"]
-    return seen | {"head": call(dit.head, x, time)}
+        tokens = dataclasses.replace(tokens, x=parts["output"])
+    return seen | {"head": call(dit.head, tokens)}
 
 
 @jax.jit
-def block_parts(block, x, modulation, context, rope) -> dict[str, jax.Array]:
-    shift1, scale1, gate1, shift2, scale2, _ = jnp.split(block.modulation + modulation, 6, axis=1)
-    h = standardize(x, block.eps) * (1 + scale1) + shift1
-    attended = block.self_attn(h, h, rope)
-    after = x + attended * gate1
-    crossed = block.cross_attn(block.norm3(after), context)
+def block_parts(block, tokens, context) -> dict[str, jax.Array]:
+    shift1, scale1, gate1, shift2, scale2, _ = tokens.each(block.modulation + tokens.modulation)
+    h = standardize(tokens.x, block.eps) * (1 + scale1) + shift1
+    attended = block.self_attn(h, h, rope=tokens.rope)
+    after = tokens.x + attended * gate1
+    crossed = block.cross_attn(block.norm3(after), context.text, context.image)
     after = after + crossed
     mixed = block.ffn(standardize(after, block.eps) * (1 + scale2) + shift2)
     return {
         "self-attention": attended,
         "cross-attention": crossed,
         "ffn": mixed,
-        "output": block(x, modulation, context, rope),
+        "output": block(tokens, context),
     }
 
 
