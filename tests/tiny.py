@@ -325,7 +325,9 @@ def write_folder(path: str | Path, folder: Folder | None = None, *, seed: int = 
     if folder.image_encoder:
         files["image_encoder/config.json"] = folder.image_encoder
         files["image_processor/preprocessor_config.json"] = PROCESSOR_CONFIG
-        parts.append((image_encoder(folder.image_encoder), seed))
+        # With the last layer, which nothing reads.
+        more = folder.image_encoder["num_hidden_layers"] + 1
+        parts.append((image_encoder({**folder.image_encoder, "num_hidden_layers": more}), seed))
     for name, content in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(content, indent=2))
