@@ -58,21 +58,27 @@ class Loader:
         works: Sequence[Work],
         timings: dict[str, float],
         progress: Progress,
-        residency: Residency = RESIDENT,
+        residency: Residency | None = None,
     ) -> Any:
-        """A part's weights, with as many layers on the devices as the residency says; the others are in a `Ring`."""
+        """A part's weights. With a residency as many layers are on the devices as it says, and they may be in a `Ring`."""
 
         def read(kind: str) -> Any:
             loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
             with loading as advance, processes.in_step(self.mesh.is_multi_process):
                 return self.weights(part, residency, advance, waiting=kind)
 
-        if not self.one_by_one(part, residency):
+        if not self.one_by_one(residency):
             return read(PINNED)
-        return self.in_turns(part, residency, pinned(name, works, progress, read))
+        return self.in_turns(residency, pinned(name, works, progress, read))
 
     def weights(
-        self, part: Part, residency: Residency, advance: Callable[[int], None], *, waiting: str, rest: str = DEVICE
+        self,
+        part: Part,
+        residency: Residency | None,
+        advance: Callable[[int], None],
+        *,
+        waiting: str,
+        rest: str = DEVICE,
     ) -> Any:
         """A part's weights: the large ones of streamed layers in the memory of the kind `waiting`, or `Stored`, and
         the rest in that of another. Layers that run one by one are arrays of their own (`Apart`). Embedding tables stay
@@ -81,30 +87,33 @@ class Loader:
         place = placement(self.mesh)
 
         def streamed(spec: Spec, layer: int) -> bool:
-            return not spec.small and not residency.holds(layer)
+            return residency is not None and not spec.small and not residency.holds(layer)
 
         def place_layer(spec: Spec, layer: int) -> jax.sharding.Sharding:
             return place(spec).with_memory_kind(waiting if streamed(spec, layer) else rest)
 
         def stored(spec: Spec, layer: int | None) -> bool:
-            return spec.looked_up if layer is None else residency.disk and streamed(spec, layer)
+            if layer is None:
+                return spec.looked_up
+            return residency is not None and residency.disk and streamed(spec, layer)
 
         return load_weights(
             part.spec,
             part.checkpoint,
             part.mapping,
             sharding=lambda spec: place(spec).with_memory_kind(rest),
-            layer_sharding=place_layer if self.one_by_one(part, residency) else None,
+            layer_sharding=place_layer if self.one_by_one(residency) else None,
             stored=stored,
             progress=lambda done, _: advance(done),
         )
 
-    def one_by_one(self, part: Part, residency: Residency) -> bool:
-        return hasattr(part.spec, "blocks") and (residency != RESIDENT or apart(self.mesh, self.dtype))
+    def one_by_one(self, residency: Residency | None) -> bool:
+        """Whether layers are arrays of their own."""
+        return residency is not None and (residency != RESIDENT or apart(self.mesh, self.dtype))
 
-    def in_turns(self, part: Part, residency: Residency, loaded: Any) -> Any:
+    def in_turns(self, residency: Residency | None, loaded: Any) -> Any:
         """What is loaded, with layers that run one by one in a `Ring`."""
-        if not self.one_by_one(part, residency):
+        if not self.one_by_one(residency):
             return loaded
         return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
 
@@ -147,7 +156,7 @@ class Ahead:
         with loading, processes.in_step(self.loader.mesh.is_multi_process):
             loaded, self._read = self._read.result(), None
             loaded = jax.tree.map(self._arrive, self.part.spec, loaded, is_leaf=is_spec)
-        return self.loader.in_turns(self.part, self.residency, loaded)
+        return self.loader.in_turns(self.residency, loaded)
 
     def close(self) -> None:
         """Give up what is being read."""
