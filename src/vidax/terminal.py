@@ -55,7 +55,8 @@ def last_words(error: BaseException) -> int:
 def settings(tasks: Sequence[Task]) -> None:
     """Every setting and where it comes from, one a line; then the jobs, if there are several, with what differs."""
     first = tasks[0].metadata
-    differing = [name for name in first["origins"] if any(t.metadata[name] != first[name] for t in tasks)]
+    settings = dict.fromkeys(name for task in tasks for name in task.metadata["origins"])
+    differing = [name for name in settings if any(t.metadata.get(name) != first.get(name) for t in tasks)]
     for name in FIXED:
         say(f"  {name.replace('_', ' '):16} {first[name]}")
     for name, origin in first["origins"].items():
@@ -63,7 +64,8 @@ def settings(tasks: Sequence[Task]) -> None:
             say(f"  {name.replace('_', ' '):16} {shown(first[name])}  ({origin})")
     if len(tasks) > 1:
         for number, task in enumerate(tasks, 1):
-            about = [f"{name.replace('_', ' ')} {shown(task.metadata[name], 40)}" for name in differing]
+            own = {name: task.metadata[name] for name in differing if name in task.metadata}
+            about = [f"{name.replace('_', ' ')} {shown(value, 40)}" for name, value in own.items()]
             state = "skipped (done)" if task.writer is None else ", ".join(about)
             say(f"  {f'{number}/{len(tasks)}':>9}  {task.path}  {state}")
     elif tasks[0].writer is None:

@@ -60,7 +60,7 @@ class Loader:
         progress: Progress,
         residency: Residency | None = None,
     ) -> Any:
-        """A part's weights. With a residency as many layers are on the devices as it says, and they may be in a `Ring`."""
+        """A part's weights; with a residency as many layers on the devices as it says, perhaps in a `Ring`."""
 
         def read(kind: str) -> Any:
             loading = phase(f"load {name}", parameter_bytes(part.spec), timings, progress)
