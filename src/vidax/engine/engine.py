@@ -235,7 +235,7 @@ class Engine:
             for turn, (stage, ahead) in enumerate(turns):
                 dit = ahead.take(works, timings, progress)
                 for _, following in turns[turn + 1 :]:
-                    following.start()
+                    following.start(works, progress)
                 self.denoise_stage(dit, stage, works, encoded, timings, progress)
                 release(dit)
                 del dit
@@ -365,7 +365,7 @@ class Engine:
         work += "" if request.guided else ", unguided"
         return self._settle(
             "transformer",
-            work + (f", {len(request.images)} of the images given" if request.images else ""),
+            work + ("", ", from an image", ", from two images")[len(request.images)],
             functools.partial(self.model.footprint, *shape),
             functools.partial(self.model.lower_layer, *shape),
         )

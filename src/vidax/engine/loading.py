@@ -138,15 +138,23 @@ class Ahead:
         self.loader, self.name, self.part, self.residency = loader, name, part, residency
         self._stop = threading.Event()
         self._read: Future | None = None
-        each = split_bytes(part.spec, placement(loader.mesh))
-        available, needed = host_available(), ROOM * each * len(loader.mesh.local_devices)
-        self.waits = not residency.disk and (available is None or needed <= available)
 
-    def start(self) -> None:
-        if self.waits:
-            pool = ThreadPoolExecutor(1)
-            self._read = pool.submit(self._weights)
-            pool.shutdown(wait=False)
+    def start(self, works: Sequence[Work], progress: Progress) -> None:
+        if self.residency.disk:
+            return
+        each = split_bytes(self.part.spec, placement(self.loader.mesh))
+        available, needed = host_available(), ROOM * each * len(self.loader.mesh.local_devices)
+        if available is not None and needed > available:
+            warn(
+                f"the {self.name} takes {needed / 1e9:.3g} GB of host memory, and {available / 1e9:.3g} GB are available: "
+                "it is read from its files when its turn comes, not before",
+                works,
+                progress,
+            )
+            return
+        pool = ThreadPoolExecutor(1)
+        self._read = pool.submit(self._weights)
+        pool.shutdown(wait=False)
 
     def take(self, works: Sequence[Work], timings: dict[str, float], progress: Progress) -> Any:
         """The network on the devices. An error of reading is raised here."""

@@ -112,7 +112,8 @@ def check_card(card: Card, model: Architecture) -> None:
     if difference := differences(model.dit, card.dit):
         raise UserError(f"{place}: not {card.name}: {difference}")
     if model.experts != card.experts:
-        raise UserError(f"{place}: not {card.name}: {model.experts} transformer instead of {card.experts} experts")
+        counts = {1: "one transformer", 2: "two experts"}
+        raise UserError(f"{place}: not {card.name}: {counts[model.experts]} instead of {counts[card.experts]}")
 
 
 def missing(given: Given, parts: Sequence[str] = REQUIRED) -> list[str]:

@@ -345,12 +345,15 @@ def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
 
 
-def step_flops(c: DiTConfig, tokens: int, text_tokens: int = 512) -> float:
+def step_flops(c: DiTConfig, tokens: int, text_tokens: int = 512, image_tokens: int = 0) -> float:
     """Floating-point operations of one pass over one sample: 2 per multiply-add of every matrix product, attention
     included.
     """
     per_block = 2 * tokens * (6 * c.dim**2 + 2 * c.dim * c.mlp_dim)  # q k v o, cross q o, MLP
-    per_block += 2 * text_tokens * 2 * c.dim**2  # cross k v
-    per_block += 4 * tokens * (tokens + text_tokens) * c.dim  # scores and weighted sums
+    seen = text_tokens + image_tokens
+    per_block += 2 * seen * 2 * c.dim**2  # cross k v
+    per_block += 4 * tokens * (tokens + seen) * c.dim  # scores and weighted sums
     ends = 2 * tokens * c.dim * math.prod(c.patch) * (c.in_channels + c.out_channels)
+    image_dim = c.image_dim or 0
+    ends += 2 * image_tokens * (image_dim + c.dim) * image_dim
     return c.layers * per_block + ends + 2 * text_tokens * (c.text_dim + c.dim) * c.dim
