@@ -146,7 +146,7 @@ class Ahead:
         available, needed = host_available(), ROOM * each * len(self.loader.mesh.local_devices)
         if available is not None and needed > available:
             warn(
-                f"the {self.name} takes {needed / 1e9:.3g} GB of host memory, and {available / 1e9:.3g} GB are available: "
+                f"the {self.name} takes {needed / 1e9:.3g} GB of host memory, and {available / 1e9:.3g} GB are free: "
                 "it is read from its files when its turn comes, not before",
                 works,
                 progress,
