@@ -14,7 +14,7 @@ from PIL import Image
 import vidax
 from vidax.cli import main
 from vidax.engine.request import resolve
-from vidax.media.image import open_picture
+from vidax.media.image import cover, open_picture, stretch_bicubic
 from vidax.models.locate import describe
 from vidax.models.registry import CARDS
 from vidax.models.wan.condition import Given, chunks, mask
@@ -171,6 +171,15 @@ def test_every_way_to_fit_makes_another_first_frame(engines):
     right = tiny.picture(64, 32)
     for request in requests:
         np.testing.assert_array_equal(engine.frame(request, open_picture(right)), np.float32(right) / np.float32(255))
+
+
+def test_a_last_image_of_another_size(engines):
+    """Cut to the video's shape, where one of the first one's size comes to it as the first does."""
+    engine, (first, same, other) = engines("flf2v"), (tiny.picture(*size) for size in ((90, 60), (90, 60), (64, 90)))
+    for last, wanted in ((same, stretch_bicubic), (other, cover)):
+        request = engine.request(tiny.PROMPT, image=first, last_image=last)
+        size = request.width, request.height
+        np.testing.assert_array_equal(engine.frame(request, request.images[1]), wanted(last, size))
 
 
 # What the network is given

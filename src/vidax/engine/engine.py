@@ -33,7 +33,7 @@ from vidax.engine.work import (
     warn_of_cut,
 )
 from vidax.errors import UserError
-from vidax.media.image import FITS, Picture
+from vidax.media.image import FITS, Picture, cover
 from vidax.models.interface import Footprint, Model, Part
 from vidax.models.locate import locate
 from vidax.models.registry import Card
@@ -211,8 +211,11 @@ class Engine:
                     done += request.frames
 
     def frame(self, request: Request, picture: Picture) -> np.ndarray:
-        """A picture as a frame [H W 3] of a request's video."""
-        how = self.model.fit if request.fit == "official" else FITS[request.fit or "crop"]
+        """A picture as a frame [H W 3] of a request's video. A last one that is not of the first one's size is cut."""
+        if request.fit is not None and request.fit != "official":
+            how = FITS[request.fit]
+        else:
+            how = self.model.fit if picture.size == request.images[0].size else cover
         return how(picture.pixels, (request.width, request.height))
 
     def denoise(
