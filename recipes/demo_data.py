@@ -51,15 +51,20 @@ class Scenes:
         return tuple(COLORS)[self.color[i]], SHAPES[self.shape[i]], tuple(MOTIONS)[self.motion[i]]
 
 
-def sample_scenes(rng: np.random.Generator, n: int) -> Scenes:
-    """n random scenes, all 75 combinations equally often, the whole shape always inside the frame."""
+def sample_scenes(rng: np.random.Generator, n: int, anywhere: bool = False) -> Scenes:
+    """n random scenes, all 75 combinations equally often, the whole shape always inside the frame.
+
+    Shapes keep within 10 pixels of the middle, or of their way through it, so where one starts says how it moves. With
+    `anywhere` it does not: wherever one starts to move another one stays, and in a corner it may move along both sides.
+    """
     kinds = (np.arange(n) + rng.integers(75)) % 75
     rng.shuffle(kinds)
     motion = kinds // 15
     radius = rng.uniform(11.0, 13.0, n)
     step = np.abs(np.array(list(MOTIONS.values()))[motion])  # 1 along the axis of motion
     slack = SIZE / 2 - 1 - radius[:, None] - step * TRAVEL / 2  # how far the centre may lie off the middle
-    center = SIZE / 2 + rng.uniform(-1, 1, (n, 2)) * np.where(step == 1, slack, np.minimum(slack, 10.0))
+    beside = slack if anywhere else np.minimum(slack, 10.0)
+    center = SIZE / 2 + rng.uniform(-1, 1, (n, 2)) * np.where(step == 1, slack, beside)
     return Scenes(kinds % 5, kinds // 5 % 3, motion, center, radius)
 
 

@@ -21,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import demo_data
 import jax
 import jax.numpy as jnp
@@ -38,7 +36,7 @@ from vidax.ops.attention import attention
 from vidax.weights.mapping import Mapping, checkpoint_names
 
 SEED = 0
-ASSETS = Path(__file__).parents[1] / "src/vidax/assets/demo"
+ASSETS = Path(__file__).parents[1] / "src/vidax/assets"
 
 # ---- what is trained. Stored: VAE 2.7 MB in float32, DiT 3.4 MB and text encoder 0.2 MB, mostly bfloat16.
 Z = 16
@@ -193,26 +191,26 @@ def train_vae(work: Path) -> vae.VAE:
 # ---- 2. latents
 
 
-def make_latents(work: Path, model: vae.VAE) -> tuple[np.ndarray, demo_data.Scenes]:
-    """[POOL 5 8 8 Z] of the encoder, not normalised, and the scenes they show."""
-    scenes = demo_data.sample_scenes(np.random.default_rng((SEED, 2)), POOL)
+def make_latents(work: Path, model: vae.VAE, scenes: demo_data.Scenes) -> np.ndarray:
+    """The scenes' latents [n 5 8 8 Z] as the encoder gives them."""
     file = work / "latents.npz"
     done, latents = restore(file, np.zeros(0))
     if not done:
         encode = jax.jit(lambda encoder, pixels: in_two_chunks(encoder, to_unit(pixels)))
-        parts = [slice(start, start + 20) for start in range(0, POOL, 20)]
+        parts = [slice(start, start + 20) for start in range(0, len(scenes), 20)]
         latents = np.concatenate([encode(model.encoder, demo_data.draw(scenes[part])) for part in parts])
         save(file, 1, latents)
-    return latents, scenes
+    return latents
 
 
-def with_statistics(model: vae.VAE, latents: np.ndarray) -> vae.VAE:
-    """The autoencoder whose normalised latents have mean 0 and variance 1 in each channel."""
+def normalized(model: vae.VAE, latents: np.ndarray) -> tuple[vae.VAE, np.ndarray]:
+    """The autoencoder whose latents have mean 0 and variance 1 in each channel, and those latents."""
     mean, std = latents.mean((0, 1, 2, 3)), latents.std((0, 1, 2, 3))
     measured = dataclasses.replace(
         VAE, latents_mean=tuple(map(float, mean.round(5))), latents_std=tuple(map(float, std.round(5)))
     )
-    return vae.VAE(*(dataclasses.replace(half, config=measured) for half in (model.encoder, model.decoder)))
+    model = vae.VAE(*(dataclasses.replace(half, config=measured) for half in (model.encoder, model.decoder)))
+    return model, ((latents - mean) / std).astype(np.float32)
 
 
 # ---- 3. text encoder and DiT
@@ -223,7 +221,8 @@ class Generator(NamedTuple):
     dit: dit.DiT
 
 
-def text_config(vocabulary: int) -> T5Config:
+def text_config() -> T5Config:
+    vocabulary = demo_data.build_tokenizer().get_vocab_size()
     return T5Config(vocabulary=vocabulary, dim=DIT.text_dim, head_size=16, heads=4, mlp_dim=128, layers=2)
 
 
@@ -239,18 +238,21 @@ def attention_over_padding(q, k, v, **options):
     return attention(q, k, v, **options)
 
 
-def velocity(model: Generator, noisy, sigma, ids, lengths):
+def velocity(model: Generator, noisy, sigma, ids, lengths, given: int):
     text = jnp.pad(model.text(ids, lengths), ((0, 0), (0, 1), (0, 0)))
-    return model.dit(noisy, 1000 * sigma, model.dit.prepare(text))
+    return model.dit(noisy, 1000 * sigma, model.dit.prepare(text), given)
 
 
-def flow_loss(model: Generator, key, latents, ids, lengths):
-    """Rectified flow: the network says noise - latents at (1 - sigma) latents + sigma noise."""
+def flow_loss(model: Generator, key, latents, ids, lengths, given: int = 0):
+    """Rectified flow: the network says noise - latents at (1 - sigma) latents + sigma noise. The first `given` latent
+    frames have no noise, and what it says of them does not count.
+    """
     key_noise, key_sigma = jax.random.split(key)
     noise = jax.random.normal(key_noise, latents.shape)
     sigma = jax.nn.sigmoid(jax.random.normal(key_sigma, latents.shape[:1]) + 0.5)
     s = sigma[:, None, None, None, None]
-    error = velocity(model, (1 - s) * latents + s * noise, sigma, ids, lengths) - (noise - latents)
+    noisy = ((1 - s) * latents + s * noise).at[:, :given].set(latents[:, :given])
+    error = (velocity(model, noisy, sigma, ids, lengths, given) - (noise - latents))[:, given:]
     return (loss := (error**2).mean()), {"loss": loss}
 
 
@@ -262,12 +264,12 @@ def tokens(tokenizer, prompts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.array([len(e) for e in encoded], np.int32)
 
 
-def generator_spec(vocabulary: int) -> Generator:
-    return Generator(T5Encoder.spec(text_config(vocabulary), jnp.float32), dit.DiT.spec(DIT, jnp.float32))
+def generator_spec() -> Generator:
+    return Generator(T5Encoder.spec(text_config(), jnp.float32), dit.DiT.spec(DIT, jnp.float32))
 
 
-def init_generator(spec: Generator) -> Generator:
-    text, model = nn.init(spec, jax.random.key(SEED))
+def init_generator() -> Generator:
+    text, model = nn.init(generator_spec(), jax.random.key(SEED))
     attn = text.blocks.attention  # T5 does not scale its scores, so the queries start small
     attn = dataclasses.replace(attn, q=jax.tree.map(lambda w: w * text.config.head_size**-0.5, attn.q))
     text = dataclasses.replace(text, blocks=dataclasses.replace(text.blocks, attention=attn))
@@ -281,10 +283,17 @@ def init_generator(spec: Generator) -> Generator:
     )
 
 
-def train_generator(work: Path, latents: np.ndarray, scenes: demo_data.Scenes) -> Generator:
+def train_generator(
+    work: Path,
+    latents: np.ndarray,
+    scenes: demo_data.Scenes,
+    start: Generator,
+    loss: Callable = flow_loss,
+    steps: int = DIT_STEPS,
+    rate: float = DIT_RATE,
+) -> Generator:
+    """What training on normalised latents of these scenes makes of `start`."""
     tokenizer = demo_data.build_tokenizer()
-    mean, std = latents.mean((0, 1, 2, 3)), latents.std((0, 1, 2, 3))
-    normal = ((latents - mean) / std).astype(np.float32)
     wordings = {
         kind: demo_data.captions(*kind)
         for kind in itertools.product(demo_data.COLORS, demo_data.SHAPES, demo_data.MOTIONS)
@@ -292,14 +301,13 @@ def train_generator(work: Path, latents: np.ndarray, scenes: demo_data.Scenes) -
 
     def batch(i: int):
         rng = np.random.default_rng((SEED, 3, i))
-        picked = rng.integers(0, POOL, DIT_BATCH)
+        picked = rng.integers(0, len(scenes), DIT_BATCH)
         prompts = ["" if rng.random() < NO_CAPTION else rng.choice(wordings[scenes.names(p)]) for p in picked]
-        return normal[picked], *tokens(tokenizer, prompts)
+        return latents[picked], *tokens(tokenizer, prompts)
 
     dit.attention = attention_over_padding
-    spec = generator_spec(tokenizer.get_vocab_size())
-    optimizer = muon(spec, DIT_RATE, DIT_STEPS, 1e-2)
-    return fit(work / "dit.npz", init_generator(spec), flow_loss, batch, DIT_STEPS, optimizer, decay=EMA)
+    optimizer = muon(generator_spec(), rate, steps, 1e-2)
+    return fit(work / "dit.npz", start, loss, batch, steps, optimizer, decay=EMA)
 
 
 # ---- 4. export
@@ -324,11 +332,12 @@ def write_json(file: Path, value: dict) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def export(folder: Path, autoencoder: vae.VAE, generator: Generator) -> None:
+def export(folder: Path, pipeline: dict, autoencoder: vae.VAE, generator: Generator) -> None:
+    """Writes a whole model. `pipeline`: what its index says beside the components that every demo has."""
     tokenizer = demo_data.build_tokenizer()
-    vae_c, text_c = autoencoder.decoder.config, text_config(tokenizer.get_vocab_size())
+    vae_c, text_c = autoencoder.decoder.config, text_config()
     write_json(folder / "model_index.json", {
-        "_class_name": "WanPipeline",
+        **pipeline,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
@@ -414,17 +423,25 @@ def export(folder: Path, autoencoder: vae.VAE, generator: Generator) -> None:
     print(f"{folder}: {size / 1e6:.2f} MB")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/demo"), help="checkpoints; delete it to start anew")
-    parser.add_argument("--out", type=Path, default=ASSETS)
+def set_up(name: str, description: str) -> tuple[Path, Path]:
+    """Readies JAX, and says where the command line wants the checkpoints and the demo model of this name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs", name), help="checkpoints; delete it to start anew")
+    parser.add_argument("--out", type=Path, default=ASSETS / name)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
     jax.config.update("jax_compilation_cache_dir", str(args.work / "compiled"))
-    autoencoder = train_vae(args.work)
-    latents, scenes = make_latents(args.work, autoencoder)
-    generator = train_generator(args.work, latents, scenes)
-    export(args.out, with_statistics(autoencoder, latents), generator)
+    return args.work, args.out
+
+
+def main() -> None:
+    work, out = set_up("demo", __doc__)
+    autoencoder = train_vae(work)
+    scenes = demo_data.sample_scenes(np.random.default_rng((SEED, 2)), POOL)
+    autoencoder, latents = normalized(autoencoder, make_latents(work, autoencoder, scenes))
+    generator = train_generator(work, latents, scenes, init_generator())
+    export(out, {"_class_name": "WanPipeline"}, autoencoder, generator)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,24 @@ def test_right_about_drawn_clips(damage):
     assert [demo_accuracy.judge(damage(x, rng)) for x in frames] == names
 
 
+def test_right_about_shapes_anywhere():
+    scenes = demo_data.sample_scenes(np.random.default_rng(4), 75, anywhere=True)
+    frames = demo_data.draw(scenes)
+    assert [demo_accuracy.judge(x) for x in frames] == [scenes.names(i) for i in range(75)]
+    border = np.concatenate([frames[:, :, [0, -1]], frames[:, :, :, [0, -1]].swapaxes(2, 3)], 2)
+    assert (border == demo_data.BACKGROUND).all()  # no shape is cut
+
+
+def test_first_frames_leave_the_motion_open():
+    cases = demo_accuracy.first_frames(50)
+    assert {prompt for prompt, _, _ in cases} <= HELD_OUT
+    for (_, moving, frame), (_, resting, same) in zip(cases[::2], cases[1::2], strict=True):
+        assert np.array_equal(frame, same)
+        assert moving[:2] == resting[:2]
+        assert moving[2] != resting[2] == "stays"
+        assert demo_accuracy.judge(np.stack([frame] * 17)) == resting
+
+
 def test_time_reversed_is_the_opposite_motion():
     opposite = {"right": "left", "left": "right", "up": "down", "down": "up", "stays": "stays"}
     names, frames = clips(2)
