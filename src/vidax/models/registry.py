@@ -87,6 +87,15 @@ DEMO = Card(
     embedded="assets/demo",
 )
 
+DEMO_I2V = dataclasses.replace(
+    DEMO,
+    name="demo-i2v",
+    title="The same tiny network taught to go on from a first frame, as TI2V-5B does",
+    images=(0, 1),
+    source="recipes/train_demo_i2v.py",
+    embedded="assets/demo-i2v",
+)
+
 WAN21_T2V_14B = Card(
     name="wan2.1-t2v-14b",
     title="Wan 2.1 text to video, 14B",
@@ -212,6 +221,7 @@ CARDS = {
     card.name: card
     for card in (
         DEMO,
+        DEMO_I2V,
         WAN21_T2V_1_3B,
         WAN21_T2V_14B,
         WAN21_I2V_14B_480P,
