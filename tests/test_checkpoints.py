@@ -52,6 +52,41 @@ def test_official_files_convert_to_the_same(converted, tmp_path, frames):
     assert frames(tmp_path / "out").shape == (5, 48, 32, 3)
 
 
+@pytest.mark.parametrize("layout", ["diffusers", "official"])
+@pytest.mark.parametrize("name", tiny.FOLDERS)
+def test_every_model_converts_whole(name, layout, tmp_path, capsys):
+    """What comes with it stays: experts and image encoder, where one takes over, how steps and pictures are made."""
+    folder = tiny.publishable(tiny.FOLDERS[name])
+    write = tiny.write_folder if layout == "diffusers" else tiny.write_official_folder
+    source, out = write(tmp_path / "source", folder), tmp_path / "out"
+    assert cli.main(["convert", str(source), "--output", str(out), "--dtype", "float32", "--quiet"]) == 0
+    one, other = vidax.load(source, dtype="float32"), vidax.load(out, dtype="float32")
+    assert {part.layout for part in other.model.parts.values()} == {"vidax"}
+    for field in ("dit", "vae", "text", "image", "experts", "images", "options", "scheduler", "image_processor"):
+        assert getattr(one.model, field) == getattr(other.model, field), field
+    assert (out / "model_index.json").exists() == (layout == "diffusers")
+    if layout == "diffusers":
+        index = json.loads((out / "model_index.json").read_text())
+        assert {key: index[key] for key in ("_class_name", *one.model.options)} == {
+            "_class_name": folder.pipeline,
+            "boundary_ratio": folder.boundary_ratio,
+            "expand_timesteps": folder.expand_timesteps,
+        }
+        assert other.model.image_processor == (tiny.PROCESSOR_CONFIG if folder.image_encoder else None)
+    fields = tiny.short_run(folder)
+    assert np.array_equal(one.generate(**fields).frames, other.generate(**fields).frames)
+
+    parts = {"vae", "text_encoder", "transformer"} | ({"transformer_2"} if folder.experts == 2 else set())
+    parts |= {"image_encoder"} if folder.image_encoder else set()
+    for path, kept in ((source, layout), (out, "vidax")):
+        assert cli.main(["check", str(path), "--json"]) == 0
+        accounts = {account["component"]: account for account in json.loads(capsys.readouterr().out)}
+        assert accounts.keys() == parts and {account["layout"] for account in accounts.values()} == {kept}
+        unread = set() if kept == "vidax" else {"image_encoder"} & parts  # the last layer of CLIP, and its text half
+        assert {part for part in parts if accounts[part]["skipped"]} == unread
+    assert cli.main(["check", str(out), "--verify", "--quiet"]) == 0
+
+
 def test_converted_parameters_are_ours(source, converted):
     """Names, stacks and shapes of the file are those of the tree, and so are the values."""
     (part, _, layout), (same, _, _) = (

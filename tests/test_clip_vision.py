@@ -4,8 +4,6 @@ tests/parity/test_clip_vision.py compares live, and records tests/goldens/clip.n
 """
 
 import functools
-import gzip
-import json
 import math
 import re
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from pth_files import Ordered, write_pth
+from published import manifest
 from safetensors.numpy import save_file
 
 from vidax.errors import UserError
@@ -111,11 +110,6 @@ RENAMES = (
 )
 
 
-def official_shapes() -> dict[str, tuple[int, ...]]:
-    data = (TESTS / "manifests" / "wan2.1_clip_xlm_roberta_vit_h14.json.gz").read_bytes()
-    return {name: tuple(shape) for name, shape in json.loads(gzip.decompress(data)).items()}
-
-
 def renamed(name: str) -> list[str]:
     """transformers' names of an official tensor: three where it is three in one, none where it is not of the tower."""
     found = [match.expand(to) for pattern, to in RENAMES if (match := re.fullmatch(pattern, name))]
@@ -125,7 +119,7 @@ def renamed(name: str) -> list[str]:
 
 def transformers_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
     shapes = {}
-    for name, shape in official_shapes().items():
+    for name, shape in manifest("wan2.1_clip_xlm_roberta_vit_h14").items():
         names = renamed(name)
         if "to_qkv" in name:
             shape = (shape[0] // 3, *shape[1:])
@@ -139,7 +133,7 @@ READ = 5 + 31 * 16  # tensors that transformers has of the parameters: embedding
 
 
 def test_the_official_file():
-    shapes = official_shapes()
+    shapes = manifest("wan2.1_clip_xlm_roberta_vit_h14")
     spec, names = CLIPVision.spec(CLIP_VIT_H), mapping.clip_official(CLIP_VIT_H)
     match = check_names(spec, names, shapes)
     assert sum(len(leaf.names) for leaf in match.leaves) == READ
@@ -192,19 +186,7 @@ def test_every_layout_makes_the_same_arrays(tmp_path):
     wanted = tiny.parameters(part)
     theirs = tiny.weights(part.shapes)
     save_file({f"vision_model.{name}": value for name, value in theirs.items()}, tmp_path / "published.safetensors")
-    official: dict[str, np.ndarray] = {}
-    for old, new in zip(
-        checkpoint_names(part.spec, part.mapping),
-        checkpoint_names(part.spec, mapping.clip_official(config)),
-        strict=True,
-    ):
-        for name, other in zip(new.names, old.names, strict=True):
-            whole, value = re.sub(r"\[\d/3\]$", "", name), theirs[other]  # queries come first, then keys
-            official[whole] = np.concatenate([official[whole], value]) if whole in official else value
-    official["visual.cls_embedding"] = official["visual.cls_embedding"][None, None]
-    official["visual.pos_embedding"] = official["visual.pos_embedding"][None]
-    official |= {"log_scale": np.array(1, np.float32), "textual.norm.weight": np.ones(3, np.float32)}
-    write_pth(tmp_path / "official.pth", Ordered(official))
+    write_pth(tmp_path / "official.pth", Ordered(tiny.official_image_encoder(TOWERS["uneven"])))
     layouts = {
         "published.safetensors": mapping.clip_diffusers(config),
         "official.pth": mapping.clip_official(config),

@@ -135,13 +135,13 @@ def test_vae_decode():
 
 def test_vae22_encode():
     """Measured: 2.8e-7."""
-    ours = encoded(tiny.parameters(tiny.vae22()).encoder, vae22_frames())
+    ours = encoded(tiny.parameters(tiny.vae(tiny.VAE22_CONFIG)).encoder, vae22_frames())
     assert tiny.relative_error(ours, golden("encode", VAE22_GOLDENS)) < TOLERANCE
 
 
 def test_vae22_decode():
     """Measured: 7.3e-7."""
-    ours = decoded(tiny.parameters(tiny.vae22()).decoder, vae22_latents())
+    ours = decoded(tiny.parameters(tiny.vae(tiny.VAE22_CONFIG)).decoder, vae22_latents())
     assert tiny.relative_error(ours, golden("decode", VAE22_GOLDENS)) < TOLERANCE
 
 

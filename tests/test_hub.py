@@ -2,6 +2,8 @@
 one. The hub's own code reads the cache; downloads are stood in for.
 """
 
+import dataclasses
+import functools
 import shutil
 from pathlib import Path
 
@@ -75,7 +77,9 @@ def test_a_repository_is_downloaded_without_what_is_not_needed(cache, network):
     network.write = lambda repository: put(cache, repository)
     assert vidax.load(DIFFUSERS).model.dit.layers == 2
     patterns = network.asked[DIFFUSERS]
-    assert {"transformer/*.safetensors*", "model_index.json", "Wan2.1_VAE.pth", "google/umt5-xxl/*"} <= set(patterns)
+    assert {"transformer/*.safetensors*", "model_index.json", "Wan2.[12]_VAE.pth", "google/umt5-xxl/*"} <= set(patterns)
+    # What only some models have is not missed where it is not.
+    assert {"transformer_2/*.safetensors*", "low_noise_model/*.safetensors*", "image_processor/*.json"} <= set(patterns)
 
 
 @pytest.mark.parametrize("lost", ["vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"])
@@ -156,8 +160,13 @@ def test_a_shard_that_is_not_there(tmp_path):
 
 @pytest.fixture
 def tiny_card(monkeypatch):
-    card = locating.CARDS["wan2.1-t2v-1.3b"]
-    card = vidax.Card(**vars(card) | {"name": "tiny", "repository": OFFICIAL, "dit": tiny.transformer().spec.config})
+    return add_card(monkeypatch, "wan2.1-t2v-1.3b", tiny.Folder())
+
+
+def add_card(monkeypatch, like: str, folder: tiny.Folder) -> vidax.Card:
+    """A card "tiny" of another's recipe, and of the network of a folder."""
+    dit = tiny.transformer(folder.transformer).spec.config
+    card = dataclasses.replace(locating.CARDS[like], name="tiny", repository=OFFICIAL, dit=dit)
     monkeypatch.setitem(locating.CARDS, "tiny", card)
     return card
 
@@ -184,6 +193,51 @@ def test_a_card_whose_repository_holds_another_model(cache, network, tiny_card):
     put(cache, OFFICIAL, lambda folder: tiny.write_folder(folder, transformer=tiny.UNEVEN_TRANSFORMER_CONFIG))
     with pytest.raises(UserError, match=r"not tiny: dim 60 instead of 48, layers 3 instead of 2, heads 3 instead of 2"):
         vidax.load("tiny")
+
+
+T2V_22, I2V_21 = tiny.FOLDERS["t2v 2.2"], tiny.FOLDERS["i2v 2.1"]
+WRITE = {OFFICIAL: tiny.write_official_folder, DIFFUSERS: tiny.write_folder}
+
+
+@pytest.mark.parametrize("name", ["tiny", OFFICIAL])
+@pytest.mark.parametrize("part", ["transformer", "transformer_2"])
+def test_two_experts_are_cached_when_both_are(cache, network, monkeypatch, name, part):
+    """A download that was broken off has the small files of each folder."""
+    add_card(monkeypatch, "wan2.2-t2v-a14b", T2V_22)
+    folder = put(cache, OFFICIAL, functools.partial(tiny.write_official_folder, folder=T2V_22))
+    assert vidax.load(name).model.experts == 2 and not network.asked
+    lost = folder / tiny.EXPERT_FILES[part]
+    kept = lost.resolve()
+    lost.unlink()
+
+    def write(repository):
+        lost.symlink_to(kept)
+        return folder
+
+    network.write = write
+    assert vidax.load(name).model.experts == 2
+    assert "low_noise_model/*.safetensors*" in network.asked[OFFICIAL]
+
+
+def test_an_expert_that_is_given_is_not_downloaded(cache, network, tmp_path):
+    folder = put(cache, OFFICIAL, functools.partial(tiny.write_official_folder, folder=T2V_22))
+    given = shutil.copyfile(folder / tiny.EXPERT_FILES["transformer_2"], tmp_path / "mine.safetensors")
+    (folder / tiny.EXPERT_FILES["transformer_2"]).unlink()
+    shutil.copy(folder / "low_noise_model/config.json", tmp_path)
+    assert vidax.load(OFFICIAL, transformer_2=given).model.files["transformer_2"] == str(given)
+    assert not network.asked
+
+
+@pytest.mark.parametrize("repository", WRITE)
+@pytest.mark.parametrize("name", ["tiny", "repository"])
+def test_an_image_encoder_is_part_of_what_needs_one(cache, network, monkeypatch, repository, name):
+    add_card(monkeypatch, "wan2.1-i2v-14b-480p", I2V_21)
+    folder = put(cache, repository, functools.partial(WRITE[repository], folder=tiny.publishable(I2V_21)))
+    model = vidax.load("tiny" if name == "tiny" else repository).model
+    assert model.files["image_encoder"].startswith(str(folder)) and not network.asked
+    # A card's pictures are prepared in the official way, whichever copy is at hand.
+    own = name == "repository" and repository == DIFFUSERS
+    assert model.image_processor == (tiny.PROCESSOR_CONFIG if own else None)
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "-x/y", "a--b/..", "nobody/nothing"])

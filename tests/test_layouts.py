@@ -5,7 +5,6 @@ layout and must make the same video from each.
 """
 
 import dataclasses
-import gzip
 import json
 import math
 import shutil
@@ -16,34 +15,49 @@ import numpy as np
 import pytest
 import tiny
 from pth_files import Ordered, write_pth
+from published import FLF2V, manifest
 from safetensors.numpy import load_file, save_file
 
 import vidax
 from vidax import nn
+from vidax.engine.checkpoints import open_named
 from vidax.errors import UserError
-from vidax.models.locate import locate
+from vidax.models.interface import PARTS
+from vidax.models.locate import describe, locate
+from vidax.models.registry import CARDS
+from vidax.models.towers.clip_vision import CLIPVision
 from vidax.models.wan import mapping
 from vidax.models.wan.config import (
+    CLIP_VIT_H,
     UMT5_XXL,
     WAN21_1_3B,
     WAN21_14B,
+    WAN21_FLF2V,
+    WAN21_I2V,
     WAN21_VAE,
+    WAN22_5B,
+    WAN22_I2V,
     WAN22_VAE,
-    vae22_config,
     vae_config,
 )
-from vidax.models.wan.layouts import WAN21
-from vidax.models.wan.vae import VAE as Autoencoder
+from vidax.models.wan.layouts import WAN
 from vidax.weights import Checkpoint, Tensor, check_names, checkpoint_names
 from vidax.weights.layouts import PREFIXES, identify, read_component
+from vidax.weights.mapping import Leaf
 
-MANIFESTS = Path(__file__).parent / "manifests"
 PUBLISHED = {
     "wan2.1_t2v_1.3b_dit": ("transformer", WAN21_1_3B, 825),
     "wan2.1_t2v_14b_dit": ("transformer", WAN21_14B, 1095),
+    "wan2.1_i2v_14b_dit": ("transformer", WAN21_I2V, 1303),
+    FLF2V: ("transformer", WAN21_FLF2V, 1304),
+    "wan2.2_t2v_a14b_expert_dit": ("transformer", WAN21_14B, 1095),
+    "wan2.2_i2v_a14b_expert_dit": ("transformer", WAN22_I2V, 1095),
+    "wan2.2_ti2v_5b_dit": ("transformer", WAN22_5B, 825),
     "wan2.1_vae": ("vae", WAN21_VAE, 194),
+    "wan2.2_vae": ("vae", WAN22_VAE, 196),
     "wan_umt5_xxl_enc": ("text_encoder", UMT5_XXL, 242),
 }
+CLIP = "wan2.1_clip_xlm_roberta_vit_h14"
 
 
 def checkpoint(shapes: dict[str, Any], path: str = "/nowhere/a.safetensors") -> Checkpoint:
@@ -54,14 +68,22 @@ def checkpoint(shapes: dict[str, Any], path: str = "/nowhere/a.safetensors") -> 
 
 def published(name: str, layout: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a published checkpoint. tests/test_manifests.py shows that the diffusers names are right."""
-    component, config, _ = PUBLISHED[name]
     if layout == "official":
-        return {
-            k: tuple(v) for k, v in json.loads(gzip.decompress((MANIFESTS / f"{name}.json.gz").read_bytes())).items()
-        }
-    kind = WAN21.kinds[component]
-    names = next(form.names(config) for form in kind.layouts if form.name == layout)
-    return {n: leaf.spec.stored_shape for leaf in checkpoint_names(kind.spec(config), names) for n in leaf.names}
+        return manifest(name)
+    component, config, _ = PUBLISHED[name]
+    leaves = leaves_of(component, config, layout)
+    return {name: leaf.spec.stored_shape for leaf in leaves for name in leaf.names}
+
+
+def leaves_of(component: str, config: Any, layout: str) -> list[Leaf]:
+    """A component's tensors in the layout of that name that has them all: there are two of the autoencoder."""
+    kind = WAN.kinds[component]
+    for form in kind.layouts:
+        if form.name == layout:
+            leaves = checkpoint_names(kind.spec(config), form.names(config))
+            if set(form.markers) <= {name for leaf in leaves for name in leaf.names}:
+                return leaves
+    raise AssertionError(f"no layout {layout} of {component}")
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -73,11 +95,11 @@ def test_every_tensor_of_every_layout_has_one_parameter(name, layout, prefix):
     """
     component, config, count = PUBLISHED[name]
     file = checkpoint({prefix + tensor: shape for tensor, shape in published(name, layout).items()})
-    found = identify(WAN21, file)
+    found = identify(WAN, file)
     assert found is not None and (found[0], found[1].name, found[2]) == (component, layout, prefix)
-    opened = read_component(WAN21, component, file)
+    opened = read_component(WAN, component, file)
     assert (opened.config, opened.layout, opened.names.prefix) == (config, layout, prefix)
-    spec = WAN21.kinds[component].spec(config)
+    spec = WAN.kinds[component].spec(config)
     match = check_names(spec, opened.names, {name: tensor.shape for name, tensor in file.items()})
     back = {tensor: (leaf.path, layer) for leaf in match.leaves for layer, tensor in enumerate(leaf.names)}
     assert set(back) == set(file) and len(back) == len(set(back.values())) == count
@@ -88,18 +110,31 @@ def test_every_tensor_of_every_layout_has_one_parameter(name, layout, prefix):
 def test_layouts_agree_on_every_parameter():
     """Official and diffusers names of one parameter have one shape, so a repack between them is a rename."""
     for name, (component, config, _) in PUBLISHED.items():
-        spec = WAN21.kinds[component].spec(config)
-        official, diffusers = (
-            checkpoint_names(spec, form.names(config)) for form in WAN21.kinds[component].layouts if not form.ours
-        )
+        official, diffusers = (leaves_of(component, config, layout) for layout in ("official", "diffusers"))
         a, b = published(name, "official"), published(name, "diffusers")
         for one, other in zip(official, diffusers, strict=True):
             assert [a[n] for n in one.names] == [b[n] for n in other.names]
 
 
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("layout", ["official", "diffusers", "transformers 5"])
+def test_an_image_encoder(layout, prefix):
+    """All of its config but the heads is read off its tensors, of which some are left: tests/test_clip_vision.py."""
+    inside = {"diffusers": "vision_model.", "transformers 5": ""}.get(layout)
+    if inside is None:
+        shapes = manifest(CLIP)
+    else:
+        spec = CLIPVision.spec(dataclasses.replace(CLIP_VIT_H, layers=CLIP_VIT_H.layers + 1))
+        leaves = checkpoint_names(spec, mapping.clip_diffusers(CLIP_VIT_H, inside))
+        shapes = {name: leaf.spec.stored_shape for leaf in leaves for name in leaf.names}
+    opened = read_component(WAN, "image_encoder", checkpoint({prefix + name: s for name, s in shapes.items()}))
+    assert (opened.config, opened.names.prefix) == (CLIP_VIT_H, prefix)
+    assert opened.layout == ("official" if inside is None else "diffusers")
+
+
 def test_a_tokenizer_inside_a_text_encoder_is_no_tensor_of_it():
     shapes = published("wan_umt5_xxl_enc", "diffusers") | {"spiece_model": (4_548_313,)}
-    assert read_component(WAN21, "text_encoder", checkpoint(shapes)).config == UMT5_XXL
+    assert read_component(WAN, "text_encoder", checkpoint(shapes)).config == UMT5_XXL
 
 
 @pytest.mark.parametrize("names", [("shared.weight",), ("encoder.embed_tokens.weight",), None])
@@ -107,7 +142,7 @@ def test_either_name_of_the_embedding(names):
     shapes = published("wan_umt5_xxl_enc", "diffusers")
     value = shapes.pop("shared.weight")
     shapes |= dict.fromkeys(names or ("shared.weight", "encoder.embed_tokens.weight"), value)
-    assert read_component(WAN21, "text_encoder", checkpoint(shapes)).config == UMT5_XXL
+    assert read_component(WAN, "text_encoder", checkpoint(shapes)).config == UMT5_XXL
 
 
 # What is refused, by name and number.
@@ -115,18 +150,13 @@ def test_either_name_of_the_embedding(names):
 
 def refusal(component: str, shapes: dict[str, Any]) -> str:
     with pytest.raises(UserError) as error:
-        read_component(WAN21, component, checkpoint(shapes))
+        read_component(WAN, component, checkpoint(shapes))
     assert str(error.value).startswith("/nowhere/a.safetensors: ")
     return str(error.value).removeprefix("/nowhere/a.safetensors: ")
 
 
-DIT, DIT_14B, VAE, TEXT = (published(name, "official") for name in PUBLISHED)
-HF_TEXT = published("wan_umt5_xxl_enc", "diffusers")
-IMAGE = {"img_emb.proj.1.weight": (1280, 1280), "patch_embedding.weight": (5120, 36, 1, 2, 2)}
-VAE_22 = {
-    "encoder.downsamples.0.downsamples.0.residual.2.weight": (160, 160, 3, 3, 3),
-    "conv2.weight": (48, 48, 1, 1, 1),
-}
+DIT, DIT_I2V, VAE = map(manifest, ("wan2.1_t2v_1.3b_dit", "wan2.1_i2v_14b_dit", "wan2.1_vae"))
+TEXT, HF_TEXT = (published("wan_umt5_xxl_enc", layout) for layout in ("official", "diffusers"))
 BIAS = "relative_attention_bias.weight"
 T5 = {n: s for n, s in HF_TEXT.items() if not (n.endswith(BIAS) and ".block.0." not in n)} | {
     "shared.weight": (32128, 4096)
@@ -139,38 +169,35 @@ REFUSALS = {
     ),
     "a text encoder as the autoencoder": ("vae", TEXT, "is the text encoder, not the autoencoder"),
     "a transformer as the text encoder": ("text_encoder", DIT, "is the transformer, not the text encoder"),
-    "image to video": (
-        "transformer", DIT_14B | IMAGE,
-        "the transformer of an image-to-video Wan 2.1, in_channels 36; Wan 2.1 text to video takes in_channels 16",
+    "an image encoder as the text encoder": (
+        "text_encoder", manifest(CLIP), "is the image encoder, not the text encoder"
     ),
-    "image to video, with a prefix": (
-        "transformer", {f"model.diffusion_model.{n}": s for n, s in (DIT_14B | IMAGE).items()},
-        "the transformer of an image-to-video Wan 2.1, in_channels 36",
+    "image to video without its image embedding": (
+        "transformer", {n: s for n, s in DIT_I2V.items() if not n.startswith("img_emb.")},
+        "its tensors are not those of this model; check that it belongs to the model you named and is complete\n"
+        "  200 unexpected: blocks.0.cross_attn.k_img.",
     ),
-    "image to video without an image branch": (
-        "transformer", DIT_14B | {"patch_embedding.weight": (5120, 36, 1, 2, 2)},
-        "in_channels 36; Wan 2.1 text to video takes 16",
+    "image to video that lacks one of it": (
+        "transformer", {n: s for n, s in DIT_I2V.items() if n != "img_emb.proj.4.bias"},
+        "its tensors are not those of this model; check that it belongs to the model you named and is complete\n"
+        "  1 missing: img_emb.proj.4.bias [5120]",
     ),
     "VACE": ("transformer", DIT | {"vace_patch_embedding.weight": (1536, 96, 1, 2, 2)}, "the transformer of Wan VACE"),
-    "the autoencoder of Wan 2.2": (
-        "vae", VAE_22, "the autoencoder of Wan 2.2, latent_channels 48; Wan 2.1 text to video takes latent_channels 16"
+    "48 latent channels of 2.1": (
+        "vae", VAE | {"conv2.weight": (48, 48, 1, 1, 1)}, "latents_mean has 16 values for z_dim 48"
     ),
-    "48 latent channels": (
-        "vae", VAE | {"conv2.weight": (48, 48, 1, 1, 1)}, "latent_channels 48; Wan 2.1 text to video takes 16"
-    ),
-    "CLIP": ("text_encoder", {"visual.transformer.0.norm1.weight": (1280,)}, "a CLIP image encoder, for image"),
     "T5 v1.1": (
         "text_encoder", T5,
         "the encoder of T5 v1.1, whose position biases are in its first layer only, vocabulary 32128; "
-        "Wan 2.1 text to video takes vocabulary 256384",
+        "Wan takes vocabulary 256384",
     ),
     "scaled float8": ("transformer", DIT | {"scaled_fp8": (2,)}, "quantized to scaled float8, not bfloat16 or float32"),
     "a LoRA": (
         "transformer", LORA,
-        "no transformer of Wan 2.1 text to video in official or diffusers layout: "
+        "no transformer of Wan in official or diffusers layout: "
         "its 2 tensors are a, diffusion_model.blocks.0.self_attn.q.lora_A.weight",
     ),
-    "nothing": ("vae", {}, "no autoencoder of Wan 2.1 text to video in official or diffusers layout: its 0 tensors"),
+    "nothing": ("vae", {}, "no autoencoder of Wan in official or diffusers layout: its 0 tensors"),
     "a missing tensor": (
         "transformer", {n: s for n, s in DIT.items() if n != "blocks.7.norm3.bias"},
         "its tensors are not those of this model; check that it belongs to the model you named and is complete\n"
@@ -209,7 +236,7 @@ def test_a_wrong_component_is_refused_by_name_and_number(case):
 def test_heads_that_no_tensor_tells():
     """128 channels each as in every published transformer, or as in a known model; else a config.json has to say."""
     small = {n: tuple(256 if x == 1536 else 1536 if x == 9216 else x for x in s) for n, s in DIT.items()}
-    assert read_component(WAN21, "transformer", checkpoint(small)).config.heads == 2
+    assert read_component(WAN, "transformer", checkpoint(small)).config.heads == 2
     odd = {n: tuple(96 if x == 1536 else 576 if x == 9216 else x for x in s) for n, s in DIT.items()}
     sentence = refusal("transformer", odd)
     assert sentence.startswith(
@@ -247,7 +274,9 @@ def expected(diffusers) -> np.ndarray:
 
 def test_an_official_folder_makes_the_same_video(official, expected):
     engine = vidax.load(official, dtype="float32")
-    assert {name: part.layout for name, part in engine.model.parts.items()} == dict.fromkeys(WAN21.kinds, "official")
+    assert {name: part.layout for name, part in engine.model.parts.items()} == dict.fromkeys(
+        tiny.OFFICIAL_FILES, "official"
+    )
     result = engine.generate(tiny.PROMPT, **FIELDS)
     np.testing.assert_array_equal(result.frames, expected)
     assert result.metadata["weights"] == {name: str(official / file) for name, file in tiny.OFFICIAL_FILES.items()} | {
@@ -256,6 +285,27 @@ def test_an_official_folder_makes_the_same_video(official, expected):
     origins, settings = result.metadata["origins"], result.metadata
     assert {origins[name] for name in ("flow_shift", "solver", "sigma_grid")} == {"card official"}
     assert (settings["flow_shift"], settings["solver"], settings["sigma_grid"]) == (5.0, "unipc2", "official")
+
+
+@pytest.mark.parametrize("name", tiny.FOLDERS)
+def test_either_layout_of_every_model_makes_the_same_video(name, tmp_path):
+    """From its images, with both of its experts: one step each."""
+    folder = tiny.publishable(tiny.FOLDERS[name])
+    official = tiny.write_official_folder(tmp_path / "official", folder)
+    engine, other = (
+        vidax.load(path, dtype="float32") for path in (official, tiny.write_folder(tmp_path / "diffusers", folder))
+    )
+    files = {part: str(official / file) for part, file in tiny.official_files(folder).items()}
+    assert engine.model.files == files | {"tokenizer": str(official / "google/umt5-xxl/tokenizer.json")}
+    assert {part.layout for part in engine.model.parts.values()} == {"official"}
+    assert {part.layout for part in other.model.parts.values()} == {"diffusers"}
+    # What an official folder has not, and then the card and the official code decide.
+    other.model = dataclasses.replace(other.model, scheduler=None, image_processor=None)
+    assert (engine.model.images, engine.model.experts) == (other.model.images, folder.experts)
+    fields = tiny.short_run(folder)
+    stages = engine.request(**fields).stages
+    assert [len(stage.steps) for stage in stages] == ([1, 1] if folder.experts == 2 else [2])
+    np.testing.assert_array_equal(engine.generate(**fields).frames, other.generate(**fields).frames)
 
 
 def test_the_scheduler_of_a_folder_stays_when_its_parts_are_replaced(official, diffusers):
@@ -375,46 +425,122 @@ def test_a_folder_without_the_part(official, tmp_path):
     assert refused(official, vae=tmp_path) == f"{tmp_path}: holds no autoencoder among its checkpoints ({files})"
 
 
-def test_strangers_in_a_folder(official, tmp_path):
-    """Wan 2.2's autoencoder in the place of 2.1's is named; what image to video has besides is not looked at."""
+def test_what_a_model_has_no_use_for(official, tmp_path):
+    """An image encoder, of which a transformer of text to video knows nothing, and a LoRA."""
     folder = Path(shutil.copytree(official, tmp_path / "wan"))
-    for name in ("clip.pth", "other-clip.pth"):
-        write_pth(folder / name, {"visual.transformer.0.norm1.weight": np.ones(3, np.float32)})
+    write_pth(folder / "clip.pth", Ordered(tiny.official_image_encoder(tiny.IMAGE_ENCODER_CONFIG)))
     save_file({"lora": np.ones(3, np.float32)}, folder / "style.safetensors")
-    assert vidax.load(folder).card.name == "wan"
-    (folder / "Wan2.1_VAE.pth").unlink()
-    write_pth(folder / "Wan2.2_VAE.pth", {name: np.ones(shape[:1] * 2, np.float32) for name, shape in VAE_22.items()})
-    assert refused(folder).startswith(f"{folder / 'Wan2.2_VAE.pth'}: the autoencoder of Wan 2.2, latent_channels 48;")
+    assert vidax.load(folder).model.parts.keys() == tiny.OFFICIAL_FILES.keys()
 
 
-@pytest.mark.parametrize(
-    "names", [mapping.vae_official(WAN22_VAE), mapping.VAE22_DIFFUSERS], ids=["official", "diffusers"]
-)
-def test_the_autoencoder_of_22_for_a_model_of_21(names):
-    """The whole of it, in each layout."""
-    leaves = checkpoint_names(Autoencoder.spec(WAN22_VAE), names)
-    sentence = "the autoencoder of Wan 2.2, latent_channels 48; Wan 2.1 text to video takes latent_channels 16"
-    assert refusal("vae", {n: leaf.spec.stored_shape for leaf in leaves for n in leaf.names}) == sentence
+I2V_21, T2V_22 = tiny.FOLDERS["i2v 2.1"], tiny.FOLDERS["t2v 2.2"]
+APART = {
+    "the autoencoder of 2.2": (
+        tiny.Folder(vae=tiny.VAE22_CONFIG),
+        "{vae}: the autoencoder of Wan 2.2, latent_channels 48; the transformer {transformer} has out_channels 16; "
+        "take all components from one model",
+    ),
+    "the autoencoder of 2.1": (
+        dataclasses.replace(tiny.FOLDERS["5b"], vae=tiny.VAE_CONFIG),
+        "{vae}: the autoencoder of Wan 2.1, latent_channels 16; the transformer {transformer} has out_channels 48; "
+        "take all components from one model",
+    ),
+    "channels beside the noisy ones that nobody knows": (
+        tiny.Folder(transformer={**tiny.TRANSFORMER_CONFIG, "in_channels": 20}),
+        "{transformer}: in_channels 20; Wan text to video takes 16, image to video 36",
+    ),
+    "no image encoder": (
+        dataclasses.replace(I2V_21, image_encoder=None),
+        "{transformer}: attends to the states of an image encoder, and there is none; give the folder of the whole "
+        "model, or --image-encoder",
+    ),
+    "an image encoder of another width": (
+        dataclasses.replace(I2V_21, image_encoder={**tiny.IMAGE_ENCODER_CONFIG, "hidden_size": 64}),
+        "{transformer}: the transformer has image_dim 32 where {image_encoder} has 64; take all components from one "
+        "model",
+    ),
+    "an image encoder of another length": (
+        dataclasses.replace(I2V_21, transformer={**tiny.FLF2V_CONFIG, "pos_embed_seq_len": 12}),
+        "{transformer}: positions for 12 image tokens, where {image_encoder} gives 5 for each of two images; take all "
+        "components from one model",
+    ),
+    "one expert of two": (
+        dataclasses.replace(T2V_22, experts=1),
+        "{transformer}: one of two experts (boundary_ratio 0.875), and there is no other; give the folder of the whole "
+        "model, or --transformer-2",
+    ),
+}  # fmt: skip
 
 
-def test_a_config_of_the_other_autoencoder():
+@pytest.mark.parametrize("case", APART)
+def test_parts_that_do_not_belong_together(case, tmp_path):
+    folder, sentence = APART[case]
+    path = tiny.write_folder(tmp_path, folder)
+    files = {file.parent.name: file for file in path.glob("*/*.safetensors")}
+    assert refused(path) == sentence.format(**files)
+
+
+def test_one_expert_in_an_official_folder(tmp_path):
+    """Nothing but the folder's name tells it from Wan 2.1. An expert may be given from elsewhere."""
+    path = tiny.write_official_folder(tmp_path / "wan", T2V_22)
+    shutil.move(path / "low_noise_model", tmp_path)
+    high = path / tiny.EXPERT_FILES["transformer"]
+    sentence = (
+        f"{high}: one of two experts (high_noise_model), and there is no other; give the folder of the whole model, or "
+        "--transformer-2"
+    )
+    assert refused(path) == sentence
+    model = vidax.load(path, transformer_2=tmp_path / "low_noise_model").model
+    assert model.experts == 2 and model.files["transformer_2"].startswith(str(tmp_path / "low_noise_model"))
+    shutil.move(path / "high_noise_model", tmp_path)
+    assert refused(path) == f"{path}: no whole model: no transformer; give the folder of one that is, or --transformer"
+    assert refused(tmp_path / "low_noise_model", **parts_of(path)).startswith(
+        f"{tmp_path / tiny.EXPERT_FILES['transformer_2']}: one of two experts (low_noise_model), and there is no other"
+    )
+
+
+def parts_of(path: Path) -> dict[str, Path]:
+    return {name: path / tiny.OFFICIAL_FILES[name] for name in ("vae", "text_encoder")}
+
+
+def test_experts_by_the_folder_of_the_whole_model(official, tmp_path):
+    whole = tiny.write_official_folder(tmp_path / "wan", T2V_22)
+    files = vidax.load(None, transformer=whole, transformer_2=whole, **parts_of(official)).model.files
+    assert {name: files[name] for name in tiny.EXPERT_FILES} == {
+        name: str(whole / file) for name, file in tiny.EXPERT_FILES.items()
+    }
+
+
+def test_experts_of_two_architectures(tmp_path):
+    path = tiny.write_folder(tmp_path, T2V_22)
+    other = tiny.write_folder(tmp_path / "other", transformer={**tiny.TRANSFORMER_CONFIG, "num_layers": 3})
+    assert refused(path, transformer_2=other / "transformer") == (
+        f"{other / 'transformer/diffusion_pytorch_model.safetensors'}: not the second expert of "
+        f"{path / 'transformer/diffusion_pytorch_model.safetensors'}: layers 3 instead of 2"
+    )
+
+
+def test_a_config_of_the_other_autoencoder(tmp_path):
     published = tiny.VAE22_CONFIG | {"base_dim": 160, "decoder_base_dim": 256, "num_res_blocks": 2}
     statistics = {key: published[key] for key in ("latents_mean", "latents_std")}
     own = {key: tuple(value) for key, value in statistics.items()}
-    assert vae22_config({}, "a.json") == WAN22_VAE
-    assert vae22_config(published, "a.json") == dataclasses.replace(WAN22_VAE, **own)
-    for read, config, sentence in (
-        (vae_config, published, "a.json: is_residual is True; Wan 2.1 text-to-video needs False"),
+    assert vae_config({}, "a.json", {"residual": True}) == WAN22_VAE
+    assert vae_config(published, "a.json") == dataclasses.replace(WAN22_VAE, **own)
+    for config, numbers, sentence in (
+        (published, {"residual": False}, "a.json: is_residual is True; the autoencoder of Wan 2.1 needs False"),
         (
-            vae22_config,
             tiny.VAE_CONFIG | {"is_residual": False},
-            "is_residual is False; the autoencoder of Wan 2.2 needs",
+            {"residual": True},
+            "a.json: is_residual is False; the autoencoder of Wan 2.2 needs True",
         ),
-        (vae22_config, published | {"patch_size": 4}, "a.json: patch_size is 4; the autoencoder of Wan 2.2 needs 2"),
-        (vae22_config, published | {"z_dim": 16}, "a.json: latents_mean has 48 values for z_dim 16"),
+        (published | {"patch_size": 4}, {}, "a.json: patch_size is 4; the autoencoder of Wan 2.2 needs 2"),
+        (published | {"z_dim": 16}, {}, "a.json: latents_mean has 48 values for z_dim 16"),
     ):
         with pytest.raises(UserError, match=sentence):
-            read(config, "a.json")
+            vae_config(config, "a.json", numbers)
+    folder = tiny.write_folder(tmp_path / "wan")
+    (folder / "vae/config.json").write_text(json.dumps(tiny.VAE22_CONFIG))
+    assert refused(folder).endswith("is_residual is True; the autoencoder of Wan 2.1 needs False")
 
 
 def test_a_config_that_contradicts_the_tensors(official, tmp_path):
@@ -427,15 +553,15 @@ def test_a_config_that_contradicts_the_tensors(official, tmp_path):
     assert with_config(num_layers=3) == ("num_layers is 3, but the tensors beside it have 2; take both from one model")
     assert with_config(num_heads=5) == "5 heads of size unknown do not make dim 48"
     assert with_config(num_heads="two") == "the number of heads is 'two'; it is a whole number of 1 or more"
-    assert with_config(model_type="i2v") == "model_type is 'i2v'; Wan 2.1 text-to-video needs 't2v'"
-    assert with_config(text_len=226) == "text_len is 226; Wan 2.1 text-to-video needs 512"
+    assert with_config(model_type="vace") == ("model_type is 'vace'; Wan needs 't2v' or 'i2v' or 'flf2v' or 'ti2v'")
+    assert with_config(text_len=226) == "text_len is 226; Wan needs 512"
     assert "dim 48 is no multiple of 128" in with_config(_class_name="HunyuanModel"), "another file's, and not read"
     (folder / "transformer").mkdir()
     for name in ("config.json", "diffusion_pytorch_model.safetensors"):
         shutil.move(folder / name, folder / "transformer" / name)
     assert refused(folder) == (
         f"{folder / 'transformer/config.json'}: describes a HunyuanModel; "
-        "the transformer of Wan 2.1 text to video is a WanTransformer3DModel"
+        "the transformer of Wan is a WanTransformer3DModel"
     )
 
 
@@ -464,6 +590,79 @@ def hollow(path: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
     return path
 
 
+SHAPES = {"text_encoder": TEXT, "image_encoder": manifest(CLIP)}
+OFFICIAL = {
+    "wan2.1-t2v-1.3b": "wan2.1_t2v_1.3b_dit",
+    "wan2.1-t2v-14b": "wan2.1_t2v_14b_dit",
+    "wan2.1-i2v-14b-480p": "wan2.1_i2v_14b_dit",
+    "wan2.1-i2v-14b-720p": "wan2.1_i2v_14b_dit",
+    "wan2.1-flf2v-14b": FLF2V,
+    "wan2.2-t2v-a14b": "wan2.2_t2v_a14b_expert_dit",
+    "wan2.2-i2v-a14b": "wan2.2_i2v_a14b_expert_dit",
+    "wan2.2-ti2v-5b": "wan2.2_ti2v_5b_dit",
+}
+
+
+def published_folder(path: Path, card: str) -> Path:
+    """A card's model as Wan-AI publishes it, but for its weights, which are nothing, and its tokenizer."""
+    path.mkdir()
+    transformer = manifest(OFFICIAL[card])
+    vae = manifest("wan2.2_vae" if card == "wan2.2-ti2v-5b" else "wan2.1_vae")
+    shapes = SHAPES | {"transformer": transformer, "transformer_2": transformer, "vae": vae}
+    for part in CARDS[card].parts:
+        if part == "tokenizer":
+            (path / "google/umt5-xxl").mkdir(parents=True)
+            tiny.tokenizer().save(str(path / "google/umt5-xxl/tokenizer.json"))
+            continue
+        file = path / f"{part}.safetensors"
+        if CARDS[card].experts == 2 and part in tiny.EXPERT_FILES:
+            file = path / tiny.EXPERT_FILES[part]
+            file.parent.mkdir()
+        hollow(file, shapes[part])
+    return path
+
+
+def test_every_card_has_a_published_model():
+    assert OFFICIAL.keys() == CARDS.keys() - {"demo"}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_a_published_folder_finds_its_card(name, tmp_path):
+    """By its networks; of two cards of one network the folder's name decides."""
+    card = CARDS[name]
+    folder = published_folder(tmp_path / Path(card.repository).name, name)
+    found, model = locate(folder, {})
+    assert found == card
+    assert (model.images, model.experts, model.dit) == (card.images, card.experts, card.dit)
+    assert set(model.files) == set(card.parts)
+    parts = {part: Path(file) for part, file in model.files.items()}
+    assert locate(name, parts)[0] == card, "the name, with all of its files given"
+    folder.rename(tmp_path / "mine")
+    same = [other for other in CARDS.values() if (other.dit, other.experts) == (card.dit, card.experts)]
+    assert locate(tmp_path / "mine", {})[0] == same[0]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_architecture_of_a_card(name):
+    """Nothing of the model is here but the card."""
+    card, architecture = describe(name)
+    assert card == CARDS[name]
+    assert (architecture.images, architecture.experts, architecture.dit) == (card.images, card.experts, card.dit)
+    parts = architecture.specs("bfloat16")
+    wanted = {"text_encoder", "transformer", "decoder"} | ({"encoder"} if card.images[1] else set())
+    assert set(parts) == wanted | ({"image_encoder"} & set(card.parts))
+    assert all(nn.parameter_bytes(part) > 0 for part in parts.values())
+    assert set(card.parts) <= set(PARTS)
+    for size in card.trained_sizes:
+        assert not any(side % architecture.size_multiple for side in size)
+
+
+def test_a_model_of_one_transformer_for_a_card_of_two(tmp_path):
+    folder = published_folder(tmp_path / "wan", "wan2.1-t2v-14b")
+    with pytest.raises(UserError, match=r"transformer\.safetensors: not wan2\.2-t2v-a14b: experts 1 instead of 2$"):
+        open_named("wan2.2-t2v-a14b", folder)
+
+
 def test_the_published_files_by_the_name_of_their_card(official, tmp_path):
     """Full-size files of a 14B model and of a 1.3B model, opened and checked; a wrong one is refused by its numbers."""
     shapes = {"transformer": DIT, "vae": VAE, "text_encoder": TEXT}
@@ -480,7 +679,7 @@ def test_the_published_files_by_the_name_of_their_card(official, tmp_path):
     assert request.origins["solver"] == "card wan2.1-t2v-1.3b"
     assert request.origins["flow_shift"].startswith("card wan2.1-t2v-1.3b: README.md of Wan2.1")
 
-    large = hollow(tmp_path / "14b.safetensors", DIT_14B)
+    large = hollow(tmp_path / "14b.safetensors", manifest("wan2.1_t2v_14b_dit"))
     assert refused("wan2.1-t2v-1.3b", **parts | {"transformer": large}) == (
         f"{large}: not wan2.1-t2v-1.3b: dim 5120 instead of 1536, layers 40 instead of 30, heads 40 instead of 12, "
         "mlp_dim 13824 instead of 8960"
@@ -488,9 +687,8 @@ def test_the_published_files_by_the_name_of_their_card(official, tmp_path):
     assert vidax.load(**parts | {"transformer": large}).card.name == "wan2.1-t2v-14b"
     small = hollow(tmp_path / "small.safetensors", TEXT | {"token_embedding.weight": (32128, 4096)})
     assert refused("wan2.1-t2v-1.3b", **parts | {"text_encoder": small}) == (
-        f"{small}: not the text encoder of Wan 2.1: vocabulary 32128 instead of 256384"
+        f"{small}: not the text encoder of Wan: vocabulary 32128 instead of 256384"
     )
     assert refused("wan2.1-t2v-1.3b", **parts | {"vae": official}) == (
-        f"{official / 'Wan2.1_VAE.pth'}: not the autoencoder of Wan 2.1: "
-        "base_dim 8 instead of 96, blocks 1 instead of 2"
+        f"{official / 'Wan2.1_VAE.pth'}: not the autoencoder of Wan: base_dim 8 instead of 96, blocks 1 instead of 2"
     )

@@ -1,29 +1,36 @@
 """The full-size models against the tensors of the published checkpoints, name by name and shape by shape.
 
-tests/manifests holds {name: shape} of the official checkpoints. For diffusers' layout they are renamed by the table
+tests/published.py gives {name: shape} of the official checkpoints. For diffusers' layout they are renamed by the table
 below, which is independent of vidax.models.wan.mapping: it goes from official to diffusers names, while that goes from
 ours to either. Nothing is allocated.
 """
 
-import gzip
-import json
 import math
 import re
-from pathlib import Path
+from collections.abc import Mapping as Map
 from typing import Any, NamedTuple
 
 import pytest
+from published import FLF2V, manifest
 
 from vidax.errors import UserError
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import mapping
-from vidax.models.wan.config import UMT5_XXL, WAN21_1_3B, WAN21_14B, WAN21_VAE, WAN22_VAE
-from vidax.models.wan.dit import DiT
+from vidax.models.wan.config import (
+    UMT5_XXL,
+    WAN21_1_3B,
+    WAN21_14B,
+    WAN21_FLF2V,
+    WAN21_I2V,
+    WAN21_VAE,
+    WAN22_5B,
+    WAN22_I2V,
+    WAN22_VAE,
+)
+from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.models.wan.vae import VAE
 from vidax.nn import named_leaves, parameter_bytes
 from vidax.weights import Mapping, check_names, checkpoint_names
-
-MANIFESTS = Path(__file__).parent / "manifests"
 
 
 class Model(NamedTuple):
@@ -52,8 +59,15 @@ DIT_RENAMES = (
     (rf"blocks\.(\d+)\.cross_attn\.([qkv])\.{ENDS}", r"blocks.\1.attn2.to_\2.\3"),
     (rf"blocks\.(\d+)\.cross_attn\.o\.{ENDS}", r"blocks.\1.attn2.to_out.0.\2"),
     (r"blocks\.(\d+)\.cross_attn\.norm_([qk])\.weight", r"blocks.\1.attn2.norm_\2.weight"),
+    (rf"blocks\.(\d+)\.cross_attn\.([kv])_img\.{ENDS}", r"blocks.\1.attn2.add_\2_proj.\3"),
+    (r"blocks\.(\d+)\.cross_attn\.norm_k_img\.weight", r"blocks.\1.attn2.norm_added_k.weight"),
     (rf"blocks\.(\d+)\.ffn\.0\.{ENDS}", r"blocks.\1.ffn.net.0.proj.\2"),
     (rf"blocks\.(\d+)\.ffn\.2\.{ENDS}", r"blocks.\1.ffn.net.2.\2"),
+    (rf"img_emb\.proj\.0\.{ENDS}", r"condition_embedder.image_embedder.norm1.\1"),
+    (rf"img_emb\.proj\.1\.{ENDS}", r"condition_embedder.image_embedder.ff.net.0.proj.\1"),
+    (rf"img_emb\.proj\.3\.{ENDS}", r"condition_embedder.image_embedder.ff.net.2.\1"),
+    (rf"img_emb\.proj\.4\.{ENDS}", r"condition_embedder.image_embedder.norm2.\1"),
+    (r"img_emb\.emb_pos", "condition_embedder.image_embedder.pos_embed"),
 )
 
 UMT5_RENAMES = (
@@ -122,13 +136,19 @@ VAE22_RENAMES = (
     ),
 )
 
+
+def transformer(config: DiTConfig, tensors: int, parameters: int) -> Model:
+    return Model(DiT.spec(config), mapping.DIT_OFFICIAL, mapping.DIT_DIFFUSERS, DIT_RENAMES, tensors, parameters)
+
+
 MODELS = {
-    "wan2.1_t2v_1.3b_dit": Model(
-        DiT.spec(WAN21_1_3B), mapping.DIT_OFFICIAL, mapping.DIT_DIFFUSERS, DIT_RENAMES, 825, 1_418_996_800
-    ),
-    "wan2.1_t2v_14b_dit": Model(
-        DiT.spec(WAN21_14B), mapping.DIT_OFFICIAL, mapping.DIT_DIFFUSERS, DIT_RENAMES, 1095, 14_288_491_584
-    ),
+    "wan2.1_t2v_1.3b_dit": transformer(WAN21_1_3B, 825, 1_418_996_800),
+    "wan2.1_t2v_14b_dit": transformer(WAN21_14B, 1095, 14_288_491_584),
+    "wan2.1_i2v_14b_dit": transformer(WAN21_I2V, 1303, 16_394_878_784),
+    FLF2V: transformer(WAN21_FLF2V, 1304, 16_394_878_784 + 514 * 1280),
+    "wan2.2_t2v_a14b_expert_dit": transformer(WAN21_14B, 1095, 14_288_491_584),
+    "wan2.2_i2v_a14b_expert_dit": transformer(WAN22_I2V, 1095, 14_288_491_584 + 20 * 4 * 5120),
+    "wan2.2_ti2v_5b_dit": transformer(WAN22_5B, 825, 4_999_787_712),
     "wan2.1_vae": Model(
         VAE.spec(WAN21_VAE), mapping.vae_official(WAN21_VAE), mapping.VAE_DIFFUSERS, VAE_RENAMES, 194, 126_892_531
     ),
@@ -143,11 +163,10 @@ MODELS = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-def manifest(name: str) -> dict[str, list[int]]:
-    return json.loads(gzip.decompress((MANIFESTS / f"{name}.json.gz").read_bytes()))
+Shapes = Map[str, tuple[int, ...]]
 
 
-def in_diffusers_layout(shapes: dict[str, list[int]], renames: tuple[tuple[str, str], ...]) -> dict[str, list[int]]:
+def in_diffusers_layout(shapes: Shapes, renames: tuple[tuple[str, str], ...]) -> dict[str, tuple[int, ...]]:
     def rename(name: str) -> str:
         new = [match.expand(to) for pattern, to in renames if (match := re.fullmatch(pattern, name))]
         assert len(new) == 1, (name, new)

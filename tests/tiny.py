@@ -1,8 +1,8 @@
-"""A tiny Wan 2.1 text-to-video model, made of numpy alone: its weights, and a whole folder in diffusers' layout.
+"""Tiny Wan models, made of numpy alone: their weights, and whole folders in diffusers' layout and the official one.
 
 Nothing is stored and nothing is downloaded. A weight follows from its checkpoint name, its shape and a seed, so the
-same model exists in PyTorch (tests/parity/reference.py), in vidax (`parameters`) and on disk (`write_folder`), and a
-golden file needs to hold outputs only.
+same model exists in PyTorch (tests/parity/reference.py), in vidax (`parameters`) and on disk (`write_folder`,
+`write_official_folder`), and a golden file needs to hold outputs only.
 
 `weights` draws n from a standard normal and makes of it:
     biases                      0.2 n
@@ -33,6 +33,7 @@ from vidax.models.wan import config, mapping
 from vidax.models.wan.dit import DiT
 from vidax.models.wan.vae import VAE
 from vidax.weights import Checkpoint, Tensor, checkpoint_names, load
+from vidax.weights.mapping import part_of
 
 SEED = 0
 
@@ -217,6 +218,11 @@ def image_encoder(config_file: Mapping[str, Any] = IMAGE_ENCODER_CONFIG, dtype=n
     return Part(CLIPVision.spec(c, dtype), mapping.clip_diffusers(c, prefix=""), "image_encoder/model.safetensors")
 
 
+def stored_image_encoder(config_file: Mapping[str, Any]) -> Part:
+    """All layers that a checkpoint has. The last is not run, and so no part of `image_encoder`."""
+    return image_encoder({**config_file, "num_hidden_layers": config_file["num_hidden_layers"] + 1})
+
+
 def parameters(part: Part, seed: int = SEED, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
     """The part's module with its arrays, by way of `vidax.weights.load`: names, shapes and layouts are checked.
 
@@ -268,6 +274,15 @@ class Folder:
     image_encoder: Mapping[str, Any] | None = None
     boundary_ratio: float | None = None
     expand_timesteps: bool = False
+
+    @property
+    def official_type(self) -> str:
+        """`model_type` of the official config.json."""
+        if self.expand_timesteps:
+            return "ti2v"
+        if self.transformer["in_channels"] == self.transformer["out_channels"]:
+            return "t2v"
+        return "flf2v" if self.transformer["pos_embed_seq_len"] else "i2v"
 
     @property
     def index(self) -> dict[str, Any]:
@@ -325,9 +340,7 @@ def write_folder(path: str | Path, folder: Folder | None = None, *, seed: int = 
     if folder.image_encoder:
         files["image_encoder/config.json"] = folder.image_encoder
         files["image_processor/preprocessor_config.json"] = PROCESSOR_CONFIG
-        # With the last layer, which nothing reads.
-        more = folder.image_encoder["num_hidden_layers"] + 1
-        parts.append((image_encoder({**folder.image_encoder, "num_hidden_layers": more}), seed))
+        parts.append((stored_image_encoder(folder.image_encoder), seed))
     for name, content in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(content, indent=2))
@@ -343,6 +356,14 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
     y, x = np.mgrid[:height, :width] / max(height, width)
     waves = np.stack([np.sin(6 * (a * x + b * y) + c) for a, b, c in random.uniform(-1, 1, (3, 3))], -1)
     return np.clip(127.5 + 100 * waves + 10 * random.standard_normal(waves.shape), 0, 255).astype(np.uint8)
+
+
+def short_run(folder: Folder) -> dict[str, Any]:
+    """Fields of a request: from as many images as the model takes, and of two experts each has a step."""
+    count = {"t2v": 0, "flf2v": 2}.get(folder.official_type, folder.experts)
+    pictures = {name: picture(64, 32, seed) for seed, name in enumerate(("image", "last_image")[:count])}
+    boundary = {"boundary_ratio": 0.9} if folder.experts == 2 else {}
+    return {"prompt": PROMPT, "size": (64, 32), "frames": 5, "steps": 2, "flow_shift": 5.0, **boundary, **pictures}
 
 
 OFFICIAL_CONFIG = {
@@ -366,35 +387,79 @@ OFFICIAL_FILES = {
     "vae": "Wan2.1_VAE.pth",
     "text_encoder": "models_t5_umt5-xxl-enc-bf16.pth",
 }
+EXPERT_FILES = {
+    "transformer": "high_noise_model/diffusion_pytorch_model.safetensors",
+    "transformer_2": "low_noise_model/diffusion_pytorch_model.safetensors",
+}
 
 
-def official_weights(seed: int = SEED) -> dict[str, dict[str, np.ndarray]]:
-    """The weights of `write_folder` under their official names, by component."""
-    parts = {"transformer": transformer(), "vae": vae(OFFICIAL_VAE_CONFIG), "text_encoder": text_encoder()}
-    names = {
-        "transformer": mapping.DIT_OFFICIAL,
-        "vae": mapping.vae_official(config.vae_config(OFFICIAL_VAE_CONFIG, "tiny")),
-        "text_encoder": mapping.UMT5_OFFICIAL,
+def publishable(folder: Folder) -> Folder:
+    """The same in all that the official layout cannot say: no statistics of latents, 16 heads of the image encoder."""
+    vae = {key: value for key, value in folder.vae.items() if not key.startswith("latents_")}
+    tower = folder.image_encoder and {**folder.image_encoder, "num_attention_heads": 16}
+    return dataclasses.replace(folder, vae=vae, image_encoder=tower)
+
+
+def official_files(folder: Folder) -> dict[str, str]:
+    """The files of `write_official_folder`, by component."""
+    return {
+        **OFFICIAL_FILES,
+        **(EXPERT_FILES if folder.experts == 2 else {}),
+        **({"vae": "Wan2.2_VAE.pth"} if folder.vae.get("is_residual") else {}),
+        **(
+            {"image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"} if folder.image_encoder else {}
+        ),
     }
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for component, part in parts.items():
-        ours = checkpoint_names(part.spec, part.mapping)
-        theirs = checkpoint_names(part.spec, names[component])
-        pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(b.names, a.names, strict=True)]
-        found[component] = {official: weight(name, part.shapes[name], seed) for official, name in pairs}
+
+
+def renamed(part: Part, names: mapping.Mapping, seed: int = SEED) -> dict[str, np.ndarray]:
+    """A part's weights under their names in another layout, where several may be one."""
+    values, found = weights(part.shapes, seed), dict[str, np.ndarray]()
+    leaves = (checkpoint_names(part.spec, layout) for layout in (part.mapping, names))
+    for ours, theirs in zip(*leaves, strict=True):
+        for name, other in zip(ours.names, theirs.names, strict=True):
+            whole, index, _ = part_of(other)  # the first of several comes first
+            value = values[name].reshape(theirs.spec.stored_shape)
+            found[whole] = np.concatenate([found[whole], value]) if index else value
     return found
 
 
-def write_official_folder(path: str | Path, *, seed: int = SEED) -> Path:
-    """Write the model as Wan-AI publishes it; returns the path."""
-    path = Path(path)
+def official_image_encoder(config_file: Mapping[str, Any], seed: int = SEED) -> dict[str, np.ndarray]:
+    """With what nothing reads: the rest of CLIP."""
+    part = stored_image_encoder(config_file)
+    rest = {"log_scale": np.array(1, np.float32), "textual.norm.weight": np.ones(3, np.float32)}
+    return renamed(part, mapping.clip_official(part.spec.config), seed) | rest
+
+
+def official_weights(folder: Folder | None = None, seed: int = SEED) -> dict[str, dict[str, np.ndarray]]:
+    """The weights of `write_folder` under their official names, by component."""
+    folder = publishable(folder or Folder())
+    dit, autoencoder = transformer(folder.transformer), vae(folder.vae)
+    vae_names = mapping.vae_official(config.vae_config(folder.vae, "tiny"))
+    return {
+        "transformer": renamed(dit, mapping.DIT_OFFICIAL, seed),
+        **({"transformer_2": renamed(dit, mapping.DIT_OFFICIAL, SECOND)} if folder.experts == 2 else {}),
+        "vae": renamed(autoencoder, vae_names, seed),
+        "text_encoder": renamed(text_encoder(folder.text_encoder), mapping.UMT5_OFFICIAL, seed),
+        **({"image_encoder": official_image_encoder(folder.image_encoder, seed)} if folder.image_encoder else {}),
+    }
+
+
+def write_official_folder(path: str | Path, folder: Folder | None = None, *, seed: int = SEED) -> Path:
+    """Write the model as Wan-AI publishes it; returns the path. It is that of `write_folder` with a `publishable`."""
+    path, folder = Path(path), folder or Folder()
     tokens = path / "google" / "umt5-xxl"
     tokens.mkdir(parents=True)
-    parts = official_weights(seed)
-    save_file(parts["transformer"], path / OFFICIAL_FILES["transformer"])
-    for component in ("vae", "text_encoder"):
-        write_pth(path / OFFICIAL_FILES[component], Ordered(parts[component]))
-    (path / "config.json").write_text(json.dumps(OFFICIAL_CONFIG, indent=2))
+    weights, sizes = official_weights(folder, seed), folder.transformer
+    config = {"model_type": folder.official_type, "in_dim": sizes["in_channels"], "out_dim": sizes["out_channels"]}
+    for component, name in official_files(folder).items():
+        file = path / name
+        if file.suffix == ".pth":
+            write_pth(file, Ordered(weights[component]))
+            continue
+        file.parent.mkdir(exist_ok=True)
+        save_file(weights[component], file)
+        (file.parent / "config.json").write_text(json.dumps(OFFICIAL_CONFIG | config, indent=2))
     (tokens / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
     tokenizer().save(str(tokens / "tokenizer.json"))
     return path

@@ -71,9 +71,9 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
     if name in CARDS:
         return open_card(CARDS[name], given)
     if REPOSITORY.fullmatch(name):
-        opened = open_parts(
-            sources_at(fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given), [*WAN.optional]), given)
-        )
+        more = [part for part in WAN.optional if part not in given]
+        folder = fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given), more)
+        opened = open_parts(sources_at(folder, given))
         return card_for(opened, path.name), opened
     hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
     raise UserError(
@@ -98,7 +98,7 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
         assert card.repository is not None, card.name
         repositories = [card.repository, f"{card.repository}-Diffusers"]
         folder = fetch(repositories, [OFFICIAL_FILES, DIFFUSERS_FILES], needed)
-        sources = dataclasses.replace(sources_at(folder, given), scheduler=None)
+        sources = dataclasses.replace(sources_at(folder, given), scheduler=None, image_processor=None)
     else:
         sources = Sources(parts=given)
     opened = open_parts(sources)
@@ -112,8 +112,7 @@ def check_card(card: Card, model: Architecture) -> None:
     if difference := differences(model.dit, card.dit):
         raise UserError(f"{place}: not {card.name}: {difference}")
     if model.experts != card.experts:
-        counts = {1: "one transformer", 2: "two experts"}
-        raise UserError(f"{place}: not {card.name}: {counts[model.experts]} instead of {counts[card.experts]}")
+        raise UserError(f"{place}: not {card.name}: experts {model.experts} instead of {card.experts}")
 
 
 def missing(given: Given, parts: Sequence[str] = REQUIRED) -> list[str]:

@@ -19,12 +19,13 @@ def fetch(
 ) -> Path:
     """The folder of the first repository that the cache has in one of the layouts, else of the first, downloaded.
 
-    optional: components that are downloaded too where the repository has them.
+    optional: components that are downloaded too where the repository has them. Where the cache has only a part of one,
+        it is not whole.
     Raises UserError where a download is needed and there is no network, or the repository has no such files.
     """
     wanted = [{name: layout[name] for name in components if name in layout} for layout in layouts]
     for repository in repositories:
-        if (folder := cached(repository)) and complete(folder, wanted):
+        if (folder := cached(repository)) and complete(folder, wanted) and not begun(folder, layouts, optional):
             return folder
     more = [pattern for layout in layouts for name in optional for pattern in layout.get(name, ())]
     return download(repositories[0], wanted, more)
@@ -70,6 +71,13 @@ def download(repository: str, layouts: Sequence[Layout], more: Sequence[str] = (
 
 def complete(folder: Path, layouts: Sequence[Layout]) -> bool:
     return any(layout and not absent(folder, layout) for layout in layouts)
+
+
+def begun(folder: Path, layouts: Sequence[Layout], optional: Sequence[str]) -> list[str]:
+    """The optional components that the folder has files of, but not all."""
+    parts = [(name, layout[name]) for layout in layouts for name in optional if name in layout]
+    started = [(name, patterns) for name, patterns in parts if any(any(folder.glob(p)) for p in patterns)]
+    return [name for name, patterns in started if absent(folder, {name: patterns})]
 
 
 def absent(folder: Path, layout: Layout) -> list[str]:

@@ -236,7 +236,7 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
     if stranger := find_stranger(catalogue, checkpoint):
         raise refuse(catalogue, checkpoint, *stranger)
     if (known := identify(catalogue, checkpoint)) is None:
-        layouts = " or ".join(layout.name for layout in kind.layouts if not layout.ours)
+        layouts = " or ".join(dict.fromkeys(layout.name for layout in kind.layouts if not layout.ours))
         raise UserError(
             f"{checkpoint.path}: no {kind.title} of {catalogue.title} in {layouts} layout: "
             f"its {len(checkpoint)} tensors are {few(sorted(checkpoint), 2)}"

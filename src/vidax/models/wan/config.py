@@ -225,7 +225,7 @@ def _merge(
     """Our fields from the file and from the tensors, which must agree."""
     for key, wanted in fixed.items():
         if (value := config.get(key, wanted[0])) not in wanted:
-            raise UserError(f"{file}: {key} is {value!r}; {model} needs {wanted[0]!r}")
+            raise UserError(f"{file}: {key} is {value!r}; {model} needs {' or '.join(map(repr, wanted))}")
     values = dict(numbers)
     for key, field in keys.items():
         if (value := config.get(key)) is None:

@@ -70,6 +70,7 @@ def vae_numbers(shapes: Shapes) -> dict[str, Any]:
         "multipliers": tuple(level[-1] // base for level in levels if level),
         "blocks": max(map(len, levels)),
         "time_downsample": tuple(time_downsample),
+        "residual": False,
     }
 
 
@@ -292,9 +293,9 @@ DIFFUSERS_FILES = {
     "transformer_2": ("transformer_2/config.json", "transformer_2/*.safetensors*"),
     "vae": ("vae/config.json", "vae/*.safetensors*"),
     "text_encoder": ("text_encoder/config.json", "text_encoder/*.safetensors*"),
-    "image_encoder": ("image_encoder/config.json", "image_encoder/*.safetensors*", "image_processor/*.json"),
+    "image_encoder": ("image_encoder/config.json", "image_encoder/*.safetensors*"),
     "tokenizer": ("tokenizer/*.json", "tokenizer/spiece.model"),
-    "scheduler": ("model_index.json", "scheduler/*.json"),
+    "scheduler": ("model_index.json", "scheduler/*.json", "image_processor/*.json"),
 }
 OFFICIAL_FILES = {
     "transformer": (

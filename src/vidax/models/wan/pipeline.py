@@ -244,10 +244,12 @@ def check_parts(model: WanModel) -> None:
         )
     if model.experts == 2 and (difference := differences(model.parts["transformer_2"].config, dit)):
         raise UserError(f"{files['transformer_2']}: not the second expert of {transformer}: {difference}")
-    if model.boundary_ratio is not None and model.experts == 1:
+    folder = Path(transformer).parent.name
+    if model.experts == 1 and (model.boundary_ratio is not None or folder in WAN.folders.values()):
+        why = folder if model.boundary_ratio is None else f"boundary_ratio {model.boundary_ratio}"
         raise UserError(
-            f"{transformer}: one of two experts (boundary_ratio {model.boundary_ratio}), and there is no other; give "
-            "the folder of the whole model, or --transformer-2"
+            f"{transformer}: one of two experts ({why}), and there is no other; give the folder of the whole model, or "
+            "--transformer-2"
         )
     if published:
         mean, std = model.vae.latents_mean, model.vae.latents_std  # a fine-tuned autoencoder may have its own
