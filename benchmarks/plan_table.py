@@ -22,16 +22,18 @@ from vidax.parallel.mesh import MeshShape
 from vidax.planner import phases, plan
 
 FILE = Path(phases.__file__).with_name("programs.json")
-MODEL = "wan2.1-t2v-14b"  # whose autoencoder all of Wan 2.1 share
+WAN21, WAN22 = "wan2.1-t2v-14b", "wan2.2-ti2v-5b"  # one of the models that share an autoencoder
 CASES = (
-    ("v5e-1", (1280, 720)),
-    ("v4-8", (1280, 720)),
-    ("v6e-1", (1280, 720)),
-    ("v5e-8", (1280, 720)),
-    ("v6e-8", (1280, 720)),
-    ("v4-8", (832, 480)),
-    ("v5e-8", (832, 480)),
-    ("v6e-1", (832, 480)),
+    (WAN21, "v5e-1", (1280, 720)),
+    (WAN21, "v4-8", (1280, 720)),
+    (WAN22, "v6e-1", (1280, 704)),
+    (WAN22, "v5e-4", (1280, 704)),
+    (WAN21, "v6e-1", (1280, 720)),
+    (WAN21, "v5e-8", (1280, 720)),
+    (WAN21, "v6e-8", (1280, 720)),
+    (WAN21, "v4-8", (832, 480)),
+    (WAN21, "v5e-8", (832, 480)),
+    (WAN21, "v6e-1", (832, 480)),
 )
 
 
@@ -41,14 +43,16 @@ def main() -> None:
     arguments = parser.parse_args()
     held = json.loads(FILE.read_text())
     rows = held["rows"] if held["versions"] == plan.versions() else []
-    _, model = describe(MODEL)
-    specs = model.specs(jnp.float32)["decoder"]
-    for name, (width, height) in CASES:
+    for network, name, (width, height) in CASES:
+        _, model = describe(network)
+        specs = model.specs(jnp.float32)["decoder"]
         site = plan.there(name)
         assert site.topology is not None
         chip, count = site.topology.chip, len(site.devices)
         key = {"network": phases.digest(specs), "pixels": width * height, "chip": chip.name, "devices": count}
-        if arguments.only not in f"{name} {width}x{height}" or any(key.items() <= row.items() for row in rows):
+        if arguments.only not in f"{network} {name} {width}x{height}" or any(
+            key.items() <= row.items() for row in rows
+        ):
             continue
         mesh = meshes.make(MeshShape(seq=count), site.devices)
         target = phases.Target(mesh=mesh, topology=site.topology, budget=None, compiles=True)

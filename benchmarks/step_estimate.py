@@ -59,7 +59,7 @@ def compile_step(
     config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81, *, streamed: bool = False
 ) -> Any:
     """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
-    latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.in_channels)
+    latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.out_channels)
     return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh), streamed=streamed).compile()
 
 

@@ -7,12 +7,14 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 import vidax
 from vidax import cli
 from vidax.engine.progress import Silent
 from vidax.engine.request import resolve
 from vidax.errors import UserError
+from vidax.models.interface import Video
 from vidax.models.locate import describe
 from vidax.models.wan.dit import step_flops
 from vidax.ops.flops import flops
@@ -67,6 +69,81 @@ def test_json_and_text(capsys):
     assert "nothing says how much there is" in told.out and "compiling" not in told.err, "it was made before"
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    return {name: tiny.write_folder(path / name, folder) for name, folder in tiny.FOLDERS.items()}
+
+
+TEXT_TO_VIDEO = ["encode text", "denoise", "decode"]
+SEEN = ["encode text", "look at images", "encode images", "denoise", "decode"]
+FRAMED = [name for name in SEEN if name != "look at images"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "images", "phases", "chunks"),
+    [
+        ("i2v 2.1", [], 1, SEEN, 3),
+        ("flf2v", [], 2, SEEN, 3),
+        ("t2v 2.2", [], 0, TEXT_TO_VIDEO, 0),
+        ("i2v 2.2", [], 1, FRAMED, 3),
+        ("i2v 2.2", ["--images", "2"], 2, FRAMED, 3),
+        ("5b", [], 0, TEXT_TO_VIDEO, 0),
+        ("5b", ["--images", "1"], 1, FRAMED, 1),  # which is the first frame of the video, and all that is encoded
+    ],
+)
+def test_a_model_from_images_or_with_two_experts(name, words, images, phases, chunks, folders, capsys, monkeypatch):
+    """No image is at hand. The coders are not compiled here: their programs are those of `WanArchitecture.lower_*`."""
+    monkeypatch.setattr(plan, "has_libtpu", lambda: False)
+    words = [str(folders[name]), "--topology", "v4-8", "--size", "64x64", "--frames", "9", "--steps", "4", *words]
+    _, (made,) = planned(capsys, *words)
+    assert made["images"] == images and [phase["name"] for phase in made["phases"]] == phases
+    by_name = {phase["name"]: phase for phase in made["phases"]}
+    assert by_name["denoise"]["runs"] == 4
+    assert by_name.get("encode images", {"runs": 0})["runs"] == chunks
+    experts = 2 if "2.2" in name else 1
+    waiting = by_name["denoise"]["host_gb"]
+    assert waiting == pytest.approx((experts - 1) * 4 * by_name["denoise"]["weights_gb"], rel=0.01)
+    assert any("the other expert waits in host memory: " in sentence for sentence in made["advice"]) == (experts == 2)
+    assert ("guidance_scale_2" in made) == (experts == 2)
+    told = show.text(made)
+    assert ("from 2 images" in told) == (images == 2) and ("guidance 5 and 5" in told) == (experts == 2)
+
+
+def test_an_expert_without_steps_is_not_there(folders):
+    card, model = describe(folders["t2v 2.2"])
+    place = target("v4-8", MeshShape(seq=4))
+    for ratio, there in ((0.875, True), (0.0, False)):
+        request = resolve(card, model, "any", size=(64, 64), frames=9, steps=4, boundary_ratio=ratio)
+        assert (phases.denoise(model, request, None, jnp.bfloat16, place).waiting_bytes > 0) == there
+
+
+def test_an_encoder_that_is_not_in_the_table_is_taken_from_the_decoder(folders, monkeypatch):
+    card, model = describe(folders["i2v 2.2"])
+    request = resolve(card, model, "any", size=(64, 64), frames=9, image=tiny.picture(64, 64))
+    place, specs = target("v4-8", MeshShape(seq=4)), model.specs(jnp.float32)
+    row = {"pixels": 64 * 64, "chip": "v4", "devices": 4, "weights_bytes": 50, "device_bytes": 450, "unknown": []}
+    row |= {"seconds": {"matrix units": 2.0}, "network": phases.digest(specs["decoder"])}
+    monkeypatch.setattr(phases, "table", lambda: {"rows": [row]})
+    found = phases.encode_images(model, request, place, full=False)
+    assert found.how == "modelled" and found.device_bytes - found.weights_bytes == 400 and found.runs == 3
+    assert found.total_seconds is not None and 0 < found.total_seconds / 3 < 2
+    monkeypatch.setattr(phases, "table", lambda: {"rows": [row, row | {"network": phases.digest(specs["encoder"])}]})
+    assert phases.encode_images(model, request, place, full=False).how == "table"
+
+
+@pytest.mark.parametrize("name", ["i2v 2.1", "5b"])
+def test_programs_of_images(name, folders):
+    """What the plan lowers takes and gives what the phases do: a chunk of frames, and the pictures of a tower."""
+    _, model = describe(folders[name])
+    mesh, first = plan.here().mesh(MeshShape()), name == "5b"
+    latents, cache = model.lower_encode(Video(64, 64, 9, 2, 1), mesh).out_info
+    assert latents.shape == ((1, 1, 4, 4, 48) if first else (1, 1, 8, 8, 16))
+    assert jax.tree.leaves(cache)
+    if not first:
+        assert model.lower_look(2, jnp.float32, mesh).out_info.shape == (1, 2 * model.image.tokens, 32)
+
+
 def test_a_plan_is_made_once(capsys, monkeypatch):
     made = planned(capsys, "demo", "--here", "--frames", "5")
     monkeypatch.setattr(command, "make_plan", lambda *_, **__: pytest.fail("made again"))
@@ -105,6 +182,7 @@ def test_what_does_not_fit_says_what_would(capsys):
         (["--here", "--frames", "6"], "this model takes 4k+1"),
         (["--here", "--mesh", "seq=64"], "has 64 devices, and there"),
         (["--topology", "v4-8", "--mesh", "data=2", "--guidance-scale", "1"], "in 1 branch; give the other"),
+        (["--here", "--images", "1"], "1 images: demo takes none; leave it out"),
         (["--here", "--residency", "half"], "residency 'half': choose resident"),
         (["--here", "--memory-limit", "-1"], "give the GB of each device"),
         (["--here", "--price-per-chip-hour", "-1"], "price -1.0: give what a chip costs an hour"),
@@ -148,7 +226,7 @@ def test_without_libtpu_it_is_an_estimate_that_says_so(capsys, monkeypatch):
 def test_flops():
     """Of a model against its formula, and of what the formula does not have, by hand."""
     card, model = describe("wan2.1-t2v-1.3b")
-    step = model.flops(832, 480, 81, 2, jnp.bfloat16)["step"]
+    step = model.flops(Video(832, 480, 81, 2), jnp.bfloat16)["step"]
     assert sum(step.values()) == pytest.approx(2 * step_flops(card.dit, 32_760), rel=0.01)
 
     def function(x, kernel, weight):

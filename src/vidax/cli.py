@@ -137,6 +137,7 @@ def parser() -> Parser:
     ahead.add_argument("--size", type=size, metavar="WxH")
     ahead.add_argument("--frames", "--num-frames", type=int, metavar="N")
     ahead.add_argument("--steps", "--num-inference-steps", type=int, metavar="N")
+    ahead.add_argument("--images", type=int, metavar="N", help="how many it is made from (as few as the model takes)")
     ahead.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off, and halves the work")
     ahead.add_argument("--solver", metavar="unipc|euler")
     ahead.add_argument("--dtype", default="bfloat16", metavar="bfloat16|float32", help="(bfloat16)")
@@ -373,6 +374,7 @@ def plan(arguments: argparse.Namespace) -> int:
     wanted = Wanted(
         model=arguments.model,
         fields=fields,
+        images=arguments.images,
         topologies=tuple(arguments.topology or ()),
         here=arguments.here,
         dtype=arguments.dtype,

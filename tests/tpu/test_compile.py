@@ -2,10 +2,12 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 from step_estimate import compile_step, mesh_of
 
 from vidax import cli
+from vidax.models.interface import Video
 from vidax.models.locate import describe
 from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.dit import step_flops
@@ -45,6 +47,31 @@ def test_denoise_step(config, size, topology, mesh, expected, gigabytes):
     assert collectives(ops) == expected
     assert sum(op.kind == KERNEL for op in ops) == 2  # self- and cross-attention
     assert program_bytes(compiled) < min(gigabytes * 1e9, parse_topology(topology).chip.memory_bytes)
+
+
+def test_a_layer_of_an_expert():
+    """Image to video at 1280x720: its 20 channels more are the patch embedding's alone, and the layer fits."""
+    _, model = describe("wan2.2-i2v-a14b")
+    compiled = model.lower_layer(
+        Video(1280, 720, 81, 2, images=1), jnp.bfloat16, mesh_of("v4:2x2x1", "seq=4")
+    ).compile()
+    text = compiled.as_text()
+    assert "host-call" not in text
+    assert sum(op.kind == KERNEL for op in operations(text)) == 2
+    assert program_bytes(compiled) < 7e9
+
+
+def test_a_clean_first_frame_takes_no_modulation_of_each_token():
+    """Of two timesteps nothing [L 6 D] is held: a layer of TI2V-5B takes as much with an image as without."""
+    card, model = describe("wan2.2-ti2v-5b")
+    mesh, video = mesh_of("v5e:2x2", "seq=4"), Video(1280, 704, 121, branches=2)
+    without, clean = (
+        model.lower_layer(video._replace(images=images), jnp.bfloat16, mesh).compile().memory_analysis()
+        for images in (0, 1)
+    )
+    length, _, _ = model.attention_shape(1280, 704, 121)
+    modulation = 2 * length * 6 * card.dit.dim * 4 // 4  # of both branches, float32, on each of four devices
+    assert clean.temp_size_in_bytes - without.temp_size_in_bytes < 0.1 * modulation
 
 
 def test_decode_chunk_720p():

@@ -138,8 +138,11 @@ class Architecture(Protocol):
 
     def flops(self, video: Video, dtype) -> dict[str, dict[str, float]]:
         """Of each program once, by the dtype of the operands: `text` for one text, `step`, `decode` for a latent frame
-        after the first.
+        after the first; of a video from images `encode`, and where there is an image encoder `look`.
         """
+
+    def chunks(self, video: Video) -> int:
+        """How many chunks of frames the encoder sees, none without images."""
 
     def footprint(self, video: Video, dtype, mesh: Any, program: Any = None) -> Footprint:
         """What denoising takes; without the compiled `program` of a layer (`lower_layer`) activations are left out."""
@@ -159,8 +162,11 @@ class Architecture(Protocol):
     def lower_layer(self, video: Video, dtype, mesh: Any) -> Any:
         """That of one of its layers, where some are streamed."""
 
-    def lower_encode(self, width: int, height: int, mesh: Any) -> Any:
-        """That which encodes frames after the first."""
+    def lower_look(self, images: int, dtype, mesh: Any) -> Any:
+        """That in which the image encoder looks at so many pictures."""
+
+    def lower_encode(self, video: Video, mesh: Any) -> Any:
+        """That which encodes a chunk of frames after the first, or the first where there is no other."""
 
     def lower_decode(self, width: int, height: int, mesh: Any) -> Any:
         """That which decodes a latent frame after the first."""

@@ -4,10 +4,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from vidax.engine.engine import DTYPES
 from vidax.engine.request import resolve
 from vidax.errors import UserError
+from vidax.models.interface import Architecture
 from vidax.models.locate import describe
+from vidax.models.registry import Card
 from vidax.parallel import mesh as meshes
 from vidax.planner import show, store
 from vidax.planner.phases import digest
@@ -17,10 +21,13 @@ from vidax.weights.residency import parse as parse_residency
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a user asks for. fields: settings of `vidax.engine.request.resolve`, None for the card's."""
+    """What a user asks for. fields: settings of `vidax.engine.request.resolve`, None for the card's. images: how many
+    the video is made from, None for as few as the model takes.
+    """
 
     model: str
     fields: Mapping[str, Any]
+    images: int | None = None
     topologies: tuple[str, ...] = ()
     here: bool = False
     dtype: str = "bfloat16"
@@ -33,6 +40,22 @@ class Wanted:
     price_per_chip_hour: float | None = None
 
 
+def pictures(card: Card, model: Architecture, wanted: Wanted) -> dict[str, Any]:
+    """Fields of a request that is made from images, of which none is at hand, at the size of the card if none is given.
+
+    Raises UserError for a number of images that the model does not take.
+    """
+    least, most = model.images
+    count = least if wanted.images is None else wanted.images
+    if not least <= count <= most:
+        takes = f"{least} to {most}" if least < most else "none" if most == 0 else str(most)
+        raise UserError(f"{count} images: {card.name} takes {takes}; leave it out, or give a number that it takes")
+    if not count:
+        return {}
+    names = ("image", "last_image")[:count]
+    return {"size": wanted.fields.get("size") or card.size, **dict.fromkeys(names, np.zeros((1, 1, 3), np.uint8))}
+
+
 def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Plans as `Plan.as_json` gives them, one for each slice. Raises UserError before the first is made."""
     if not wanted.topologies and not wanted.here:
@@ -43,7 +66,7 @@ def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     if price is not None and not 0 <= price < float("inf"):
         raise UserError(f"price {price}: give what a chip costs an hour, as in 1.2")
     card, model = describe(wanted.model)
-    request = resolve(card, model, "any", **wanted.fields)
+    request = resolve(card, model, "any", **{**wanted.fields, **pictures(card, model, wanted)})
     mesh = None if wanted.mesh == "auto" else meshes.parse(wanted.mesh)
     residency = parse_residency(wanted.residency)
     sites = [there(name, wanted.memory_limit) for name in wanted.topologies]

@@ -59,7 +59,8 @@ class Phase:
     """A phase of a video.
 
     device_bytes: of each device at its peak; weights_bytes: of that, what is there when it begins.
-    host_bytes: of layers that wait in host memory. runs: of its program, and seconds those of all runs.
+    host_bytes: of what waits in host memory: layers, and of two experts the one whose turn it is not, `waiting_bytes`.
+    runs: of its program, and seconds those of all runs.
     unknown: operations that take time which nobody estimates.
     """
 
@@ -73,6 +74,7 @@ class Phase:
     compile_seconds: float | None
     how: str
     unknown: tuple[str, ...] = ()
+    waiting_bytes: int = 0
 
     @property
     def total_seconds(self) -> float | None:
@@ -155,13 +157,54 @@ def encode_text(model: Architecture, request: Request, wish: Residency | None, d
     )
 
 
+def look_at_images(model: Architecture, request: Request, dtype: Any, target: Target) -> Phase:
+    """The image encoder, all images at once."""
+    specs = model.specs(dtype)["image_encoder"]
+    if target.compiles:
+        program, _ = compiled(functools.partial(model.lower_look, len(request.images), dtype, target.mesh), target)
+    else:
+        seconds = by_operations(model.flops(request.video, dtype)["look"], target)
+        weights = device_weights(specs, target.mesh)
+        program = Program(device_bytes=weights, seconds=seconds, compile_seconds=None, how="modelled")
+    return resident("look at images", specs, program, 1, target)
+
+
+def encode_images(model: Architecture, request: Request, target: Target, full: bool) -> Phase:
+    """The frames from which a video is made, chunk by chunk. Without `full` it is looked up in the table or, where it
+    is not there, taken from the decoder by their operations: what the encoder holds is at most as much, of fewer
+    layers that are no wider.
+    """
+    specs = model.specs(jnp.float32)
+    pixels = request.width * request.height
+    weights, theirs = (device_weights(specs[name], target.mesh) for name in ("encoder", "decoder"))
+    program = None if full else known(digest(specs["encoder"]), pixels, weights, target)
+    if program is None and not full and (like := known(digest(specs["decoder"]), pixels, theirs, target)):
+        own, other = (sum(model.flops(request.video, jnp.float32)[name].values()) for name in ("encode", "decode"))
+        program = dataclasses.replace(
+            like,
+            device_bytes=weights + like.device_bytes - theirs,
+            seconds=times(like.seconds, own / other),
+            how="modelled",
+        )
+    if program is None:
+        program = compiled_or_weights(
+            functools.partial(model.lower_encode, request.video, target.mesh), weights, target
+        )
+    return resident("encode images", specs["encoder"], program, model.chunks(request.video), target)
+
+
 def denoise(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
-    """The steps; wish as above."""
+    """The steps; wish as above. Of two experts one is on the devices at a time, and while it works all of the other
+    waits in host memory.
+    """
     place = request.video, dtype, target.mesh
     past = request.sampler.table().past
-    return in_layers(
+    specs = model.specs(dtype)["transformer"]
+    others = sum(bool(stage.steps) for stage in request.stages) - 1
+    waiting = others * target.mesh.size * split_bytes(specs, placement(target.mesh))
+    steps = in_layers(
         "denoise",
-        model.specs(dtype)["transformer"],
+        specs,
         footprint=functools.partial(model.footprint, *place),
         lower=functools.partial(model.lower_step, request.video, past, dtype, target.mesh),
         lower_layer=functools.partial(model.lower_layer, *place),
@@ -171,6 +214,7 @@ def denoise(model: Architecture, request: Request, wish: Residency | None, dtype
         dtype=dtype,
         target=target,
     )
+    return dataclasses.replace(steps, host_bytes=steps.host_bytes + waiting, waiting_bytes=waiting)
 
 
 def in_layers(
@@ -253,20 +297,30 @@ def decode(model: Architecture, request: Request, target: Target, full: bool) ->
     specs = model.specs(jnp.float32)["decoder"]
     weights = device_weights(specs, target.mesh)
     program = None if full else known(digest(specs), request.width * request.height, weights, target)
-    if program is None and target.compiles:
-        lower = functools.partial(model.lower_decode, request.width, request.height, target.mesh)
-        program, _ = compiled(lower, target)
     if program is None:
-        program = Program(device_bytes=weights, seconds=None, compile_seconds=None, how="weights alone")
+        lower = functools.partial(model.lower_decode, request.width, request.height, target.mesh)
+        program = compiled_or_weights(lower, weights, target)
     latent_frames = model.latent_shape(request.width, request.height, request.frames)[0]
+    return resident("decode", specs, program, latent_frames, target)
+
+
+def compiled_or_weights(lower: Callable[[], Any], weights: int, target: Target) -> Program:
+    """A program compiled now; where nothing compiles, of which only the bytes of its weights are known."""
+    if target.compiles:
+        return compiled(lower, target)[0]
+    return Program(device_bytes=weights, seconds=None, compile_seconds=None, how="weights alone")
+
+
+def resident(name: str, specs: Any, program: Program, runs: int, target: Target) -> Phase:
+    """A phase of a network that is on the devices whole."""
     return Phase(
-        name="decode",
+        name=name,
         residency=RESIDENT,
         device_bytes=program.device_bytes,
-        weights_bytes=weights,
+        weights_bytes=device_weights(specs, target.mesh),
         host_bytes=0,
-        runs=latent_frames,
-        seconds=times(program.seconds, latent_frames),
+        runs=runs,
+        seconds=times(program.seconds, runs),
         compile_seconds=program.compile_seconds,
         how=program.how,
         unknown=program.unknown,
@@ -281,12 +335,12 @@ def digest(specs: Any) -> str:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Decoders compiled beforehand; `benchmarks/plan_table.py` writes it."""
+    """Decoders and encoders compiled beforehand; `benchmarks/plan_table.py` writes it."""
     return json.loads((resources.files("vidax.planner") / "programs.json").read_text())
 
 
 def known(network: str, pixels: int, weights: int, target: Target) -> Program | None:
-    """The row of the table for a decoder of frames of so many pixels, or the nearest one scaled by the pixels of a
+    """The row of the table for a coder of frames of so many pixels, or the nearest one scaled by the pixels of a
     device; None where this network is not in it, or the chip is not known.
     """
     rows = [row for row in table()["rows"] if row["network"] == network]

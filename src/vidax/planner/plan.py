@@ -21,11 +21,21 @@ from vidax.models.registry import Card
 from vidax.parallel import mesh as meshes
 from vidax.parallel.mesh import AXES, MeshShape
 from vidax.planner.chips import Topology, chip_of, devices, has_libtpu, parse_topology
-from vidax.planner.phases import LIMITS, Phase, Target, decode, denoise, encode_text
+from vidax.planner.phases import (
+    LIMITS,
+    Phase,
+    Target,
+    decode,
+    denoise,
+    encode_images,
+    encode_text,
+    look_at_images,
+)
 from vidax.weights.memory import USABLE
 from vidax.weights.residency import Residency
 
 SEARCHED = 3  # meshes that a search compiles
+SETTINGS = ("size", "frames", "steps", "guidance_scale", "guidance_scale_2", "boundary_ratio", "solver")
 NOTEWORTHY = 0.97  # of the chosen mesh's time, below which another is recommended
 
 
@@ -78,7 +88,8 @@ class Plan:
         settings = self.request.settings()
         return {
             "model": self.model,
-            **{name: settings[name] for name in ("size", "frames", "steps", "guidance_scale", "solver")},
+            **{name: settings[name] for name in SETTINGS if name in settings},
+            "images": len(self.request.images),
             "dtype": self.dtype,
             "topology": self.topology,
             "chips": self.chips,
@@ -295,6 +306,11 @@ def _on_mesh(
     say(f"{site.name}, {shape}: " + ("compiling" if site.compiles else "estimating, without libtpu"))
     step = denoise(model, request, residency, kind, target)
     text = encode_text(model, request, residency, kind, target)
+    images = []
+    if request.images and "image_encoder" in model.specs(kind):
+        images.append(look_at_images(model, request, kind, target))
+    if request.images:
+        images.append(encode_images(model, request, target, full))
     frames = decode(model, request, target, full)
     plan = Plan(
         model=card.name,
@@ -305,10 +321,11 @@ def _on_mesh(
         mesh=shape,
         mesh_origin="auto",
         residency_origin="auto" if residency is None else "given",
-        phases=(text, step, frames),
+        phases=(text, *images, step, frames),
         limit_bytes=site.limit_bytes,
     )
-    return plan if plan.fits is not False else dataclasses.replace(plan, advice=(way_out(plan, model, target),))
+    advice = (way_out(plan, model, target),) if plan.fits is False else ()
+    return dataclasses.replace(plan, advice=(*advice, *of_experts(step)))
 
 
 def promising(model: Architecture, request: Request, site: Site, dtype: str, chosen: MeshShape) -> list[MeshShape]:
@@ -345,6 +362,16 @@ def advise(plan: Plan, others: list[Plan]) -> list[str]:
     return []
 
 
+def of_experts(step: Phase) -> list[str]:
+    """Where the expert is that does not work."""
+    if not step.waiting_bytes:
+        return []
+    return [
+        f"the other expert waits in host memory: {gb(step.waiting_bytes)} of the host; where there is no room for it, "
+        "it is read when its turn has come"
+    ]
+
+
 def way_out(plan: Plan, model: Architecture, target: Target) -> str:
     """The nearest change that would fit, for the phase that takes most."""
     request, budget = plan.request, target.budget
@@ -356,7 +383,8 @@ def way_out(plan: Plan, model: Architecture, target: Target) -> str:
     if worst.name != "denoise":
         share = max(0.01, (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes))
         way = f"{over}{math.ceil(target.mesh.size / share)} devices would hold it"
-        return way if worst.name != "decode" else f"{way}, or a size of at most {share:.0%} of the pixels"
+        size = f", or a size of at most {share:.0%} of the pixels"
+        return way + (size if worst.name in ("decode", "encode images") else "")
     own = worst.device_bytes - worst.weights_bytes
     share = max(0.0, (budget - worst.weights_bytes) / own)
     multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]

@@ -7,7 +7,7 @@ from typing import Any
 from vidax.errors import UserError
 from vidax.media.files import AtomicFile, claim_output, sentences
 
-WIDTH = 13
+WIDTH = 14
 COLOURS = {"matrix units": "#3b6ea5", "memory": "#9cb86a", "links": "#d9a441", "host link": "#b5533c"}
 
 
@@ -21,7 +21,7 @@ def text(plan: dict[str, Any]) -> str:
     """A plan for people, `Plan.as_json` given."""
     lines = [
         f"{plan['model']}: {plan['size']}, {plan['frames']} frames, {plan['steps']} steps of {plan['solver']}, "
-        f"guidance {plan['guidance_scale']:g}, {plan['dtype']}, on {plan['topology']}"
+        f"guidance {guidance(plan)}{from_images(plan['images'])}, {plan['dtype']}, on {plan['topology']}"
         + (f" ({plan['chips']} chips)" if plan["chips"] > 1 else ""),
         f"  mesh       {plan['mesh']} ({plan['mesh_origin']})",
         f"  residency  {plan['residency']} ({plan['residency_origin']})",
@@ -52,6 +52,16 @@ def text(plan: dict[str, Any]) -> str:
         )
     lines += [f"  note       {sentence}" for sentence in plan["advice"]]
     return "\n".join(lines)
+
+
+def guidance(plan: dict[str, Any]) -> str:
+    """Of two experts that of each."""
+    scales = plan["guidance_scale"], plan.get("guidance_scale_2")
+    return " and ".join(f"{scale:g}" for scale in scales if scale is not None)
+
+
+def from_images(count: int) -> str:
+    return f", from {count} image{'s' if count > 1 else ''}" if count else ""
 
 
 def verdict(plan: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from vidax.models.wan.programs import (
     lower_decode,
     lower_encode,
     lower_layer,
+    lower_look,
     lower_step,
     lower_text,
     lower_text_layer,
@@ -70,6 +71,11 @@ class WanArchitecture:
         states = images * self.image.tokens if self.image else 0
         return Known(states, self.dit.patch[0] if images and not self.by_channels else 0)
 
+    def chunks(self, video: Video) -> int:
+        if not video.images:
+            return 0
+        return self.latent_shape(video.width, video.height, video.frames)[0] if self.by_channels else 1
+
     @property
     def size_multiple(self) -> int:
         return self.vae.space_factor * self.dit.patch[1]
@@ -111,7 +117,22 @@ class WanArchitecture:
                 *(noise, times, Context(text, states or None)),
             ),
             "decode": flops(lambda model, *inputs: model(*inputs), decoder, frame, cache),
+            **(self.flops_of_images(video, specs) if video.images else {}),
         }
+
+    def flops_of_images(self, video: Video, specs: dict[str, Any]) -> dict[str, dict[str, float]]:
+        def frames(count: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, count, video.height, video.width, 3), jnp.float32)
+
+        encoder, chunk, cache = specs["encoder"].encoder, frames(1), None
+        if self.chunks(video) > 1:
+            _, cache = jax.eval_shape(lambda model, x: model(x, None), encoder, chunk)
+            chunk = frames(self.vae.time_factor)
+        found = {"encode": flops(lambda model, *inputs: model(*inputs), encoder, chunk, cache)}
+        if self.image is None:
+            return found
+        pictures = jax.ShapeDtypeStruct((video.images, self.image.image, self.image.image, 3), jnp.float32)
+        return found | {"look": flops(lambda tower, x: tower(x), specs["image_encoder"], pictures)}
 
     def footprint(self, video: Video, dtype, mesh: Mesh, program: Compiled | None = None) -> Footprint:
         return footprint(self.dit, self.latents(video), video.branches, dtype, mesh, program)
@@ -145,8 +166,12 @@ class WanArchitecture:
         known = self.known(video.images)
         return lower_layer(self.dit, self.latents(video), video.branches, mesh, dtype, known=known)
 
-    def lower_encode(self, width: int, height: int, mesh: Mesh) -> Lowered:
-        return lower_encode(self.vae, (height, width), mesh)
+    def lower_look(self, images: int, dtype, mesh: Mesh) -> Lowered:
+        assert self.image is not None
+        return lower_look(self.image, images, dtype, mesh)
+
+    def lower_encode(self, video: Video, mesh: Mesh) -> Lowered:
+        return lower_encode(self.vae, (video.height, video.width), mesh, first=self.chunks(video) == 1)
 
     def lower_decode(self, width: int, height: int, mesh: Mesh) -> Lowered:
         _, h, w, _ = self.latent_shape(width, height, 1)

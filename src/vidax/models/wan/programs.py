@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from vidax.models.interface import Footprint
-from vidax.models.towers.clip_vision import CLIPVision
+from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import Block as T5Block
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.condition import Given
@@ -214,13 +214,23 @@ def lower_layer(
         return through.lower(ends, layer, tokens, context)
 
 
-def lower_encode(config: VAEConfig, size: tuple[int, int], mesh: Mesh):
-    """`encode_chunk` for the frames after the first, of (height, width) pixels."""
+def lower_look(config: CLIPVisionConfig, images: int, dtype, mesh: Mesh):
+    """`encode_image` for so many pictures."""
+    place = Places(mesh)
+    with jax.set_mesh(mesh):
+        tower = abstract(CLIPVision.spec(config, dtype), place.parameter)
+        return encode_image.lower(tower, place((images, config.image, config.image, 3)))
+
+
+def lower_encode(config: VAEConfig, size: tuple[int, int], mesh: Mesh, *, first: bool = False):
+    """`encode_chunk` for the first frame, or for frames after it, of (height, width) pixels."""
     place = Places(mesh)
     encoder = abstract(Encoder.spec(config), place.parameter)
-    first, frames = (place((1, count, *size, 3)) for count in (1, config.time_factor))
+    one, frames = (place((1, count, *size, 3)) for count in (1, config.time_factor))
     with jax.set_mesh(mesh):
-        _, cache = jax.eval_shape(lambda model, x: model(x, None), encoder, first)
+        if first:
+            return encode_chunk.lower(encoder, one, None)
+        _, cache = jax.eval_shape(lambda model, x: model(x, None), encoder, one)
         return encode_chunk.lower(encoder, frames, place.strips(cache))
 
 
