@@ -13,6 +13,7 @@ from vidax import cli
 from vidax.engine.progress import Silent
 from vidax.engine.request import resolve
 from vidax.errors import UserError
+from vidax.models.interface import Video
 from vidax.models.locate import describe
 from vidax.models.wan.dit import step_flops
 from vidax.ops.flops import flops
@@ -148,7 +149,7 @@ def test_without_libtpu_it_is_an_estimate_that_says_so(capsys, monkeypatch):
 def test_flops():
     """Of a model against its formula, and of what the formula does not have, by hand."""
     card, model = describe("wan2.1-t2v-1.3b")
-    step = model.flops(832, 480, 81, 2, jnp.bfloat16)["step"]
+    step = model.flops(Video(832, 480, 81, branches=2), jnp.bfloat16)["step"]
     assert sum(step.values()) == pytest.approx(2 * step_flops(card.dit, 32_760), rel=0.01)
 
     def function(x, kernel, weight):

@@ -129,15 +129,18 @@ class Ahead:
         self.loader, self.name, self.part, self.residency = loader, name, part, residency
         self._stop = threading.Event()
         self._read: Future | None = None
-        each = split_bytes(part.spec, placement(loader.mesh))
-        available, needed = host_available(), ROOM * each * len(loader.mesh.local_devices)
-        self.waits = not residency.disk and (available is None or needed <= available)
 
     def start(self) -> None:
-        if self.waits:
+        """Begin to read, once the other network is where it works: what is free now is free for this one."""
+        if not self.residency.disk and self._has_room():
             pool = ThreadPoolExecutor(1)
             self._read = pool.submit(self._weights)
             pool.shutdown(wait=False)
+
+    def _has_room(self) -> bool:
+        each = split_bytes(self.part.spec, placement(self.loader.mesh))
+        available, needed = host_available(), ROOM * each * len(self.loader.mesh.local_devices)
+        return available is None or needed <= available
 
     def take(self, works: Sequence[Work], timings: dict[str, float], progress: Progress) -> Any:
         """The network on the devices. An error of reading is raised here."""
