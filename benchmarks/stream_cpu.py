@@ -55,7 +55,7 @@ def run(model: str, folder: Path, residency: str, source: str, steps: int, token
 
     import vidax
     from vidax.engine.progress import Silent
-    from vidax.models.interface import Part
+    from vidax.models.interface import Inputs, Part
     from vidax.models.wan.config import DEMO, TEXT_TOKENS, WAN21_1_3B
     from vidax.models.wan.dit import DiT
     from vidax.nn import parameter_bytes
@@ -65,14 +65,14 @@ def run(model: str, folder: Path, residency: str, source: str, steps: int, token
 
     engine = vidax.load(str(folder / "demo"), residency=residency, stream_from=source)
     config = DEMO if model == "demo" else WAN21_1_3B
-    part = engine.model.transformer(jnp.bfloat16)
+    (part,) = engine.model.transformers(jnp.bfloat16)
     if model != "demo":
         part = Part(DiT.spec(config), open_checkpoint(folder / "transformer.safetensors"), HELD)
     way = parse(residency)
     assert way is not None
     memory = PeakAnonymous()
     memory.start()
-    dit = engine.load("transformer", part, [], {}, Silent(), Residency(way.resident, way.of, source == "disk"))
+    dit = engine.loader.load("transformer", part, [], {}, Silent(), Residency(way.resident, way.of, source == "disk"))
     side = 2 * int(tokens**0.5)
     random = np.random.default_rng(0)
     noise = random.standard_normal((1, 1, side, side, config.in_channels), np.float32)
@@ -86,7 +86,7 @@ def run(model: str, folder: Path, residency: str, source: str, steps: int, token
 
     sampler = engine.request("a red circle", steps=steps).sampler
     with jax.set_mesh(engine.mesh):
-        engine.model.denoise(dit, sampler.table(), noise, text, None, on_step)
+        engine.model.denoise(dit, sampler.table(), range(steps), noise, Inputs(text), None, on_step)
     memory.done = True
     moved = dit.blocks.bytes_moved / steps if isinstance(dit.blocks, Ring) else 0
     return {

@@ -43,7 +43,9 @@ def test_seed_prompt_and_noise_matter(engine):
 def test_guidance_one_runs_one_branch(engine, monkeypatch):
     batches = []
     run = pipeline.prepare
-    monkeypatch.setattr(pipeline, "prepare", lambda dit, text: batches.append(text.shape[0]) or run(dit, text))
+    monkeypatch.setattr(
+        pipeline, "prepare", lambda dit, text, image: batches.append(len(text)) or run(dit, text, image)
+    )
     result = engine.generate("a red cat", **FIELDS, guidance_scale=1.0)
     engine.generate("a red cat", **FIELDS, guidance_scale=1.5)
     assert batches == [1, 2]

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from vidax.engine.engine import load
+from vidax.engine.progress import Silent
 from vidax.errors import UserError
 from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan import vae
 from vidax.models.wan.dit import DiT, DiTConfig
-from vidax.models.wan.programs import decode_chunk, denoise_step
+from vidax.models.wan.programs import decode_chunk, denoise_step, encode_chunk
 from vidax.models.wan.vae import VAE, VAEConfig
 from vidax.nn import is_spec, map_specs, named_leaves, placement
 from vidax.parallel import mesh as meshes
@@ -64,20 +66,25 @@ def on(mesh: str, spec, values, function, *inputs):
         return jax.jit(function)(placed(spec, values, made), *whole(inputs))
 
 
+IMAGE = {"in_channels": 36, "image_dim": 20}
+KINDS = {"text": {}, "image": IMAGE, "two images": {**IMAGE, "image_positions": 10}, "first frame": {}}
+
+
 @functools.cache
-def dit_case(heads: int, grid: tuple[int, int, int], batch: int):
-    config = DiTConfig(dim=24 * heads, layers=8, heads=heads, mlp_dim=64, text_dim=24, frequency_dim=32)
+def dit_case(heads: int, grid: tuple[int, int, int], batch: int, kind: str = "text"):
+    config = DiTConfig(dim=24 * heads, layers=8, heads=heads, mlp_dim=64, text_dim=24, frequency_dim=32, **KINDS[kind])
     spec = DiT.spec(config, jnp.float32)
     values, rng = random_parameters(spec, heads), np.random.default_rng(1)
     f, h, w = grid
-    latents = rng.standard_normal((batch, f, 2 * h, 2 * w, 16)).astype(np.float32)
+    latents = rng.standard_normal((batch, f, 2 * h, 2 * w, config.in_channels)).astype(np.float32)
     text = rng.standard_normal((batch, 9, 24)).astype(np.float32)
     timesteps = np.linspace(987, 123, batch, dtype=np.float32)
+    states = rng.standard_normal((1, 10, 20)).astype(np.float32) if config.image_dim else None
 
-    def run(dit: DiT, latents, timesteps, text):
-        return dit(latents, timesteps, dit.prepare(text))
+    def run(dit: DiT, latents, timesteps, text, states):
+        return dit(latents, timesteps, dit.prepare(text, states), given=int(kind == "first frame"))
 
-    inputs = latents, timesteps, text
+    inputs = latents, timesteps, text, states
     return spec, values, run, inputs, np.asarray(on("seq=1", spec, values, run, *inputs))
 
 
@@ -86,6 +93,19 @@ def dit_case(heads: int, grid: tuple[int, int, int], batch: int):
 def test_dit(heads, grid, mesh):
     """Heads that the devices divide, and that they do not; 32, 45 and 9 tokens."""
     spec, values, run, inputs, wanted = dit_case(heads, grid, max(2, meshes.parse(mesh).data))
+    assert largest_error(on(mesh, spec, values, run, *inputs), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "seq=3", "tensor=2", "seq=2,tensor=2", "data=2,seq=2,tensor=2"])
+@pytest.mark.parametrize(("heads", "grid"), [(12, (2, 4, 4)), (5, (3, 3, 5))], ids=["12", "5"])
+@pytest.mark.parametrize("kind", ["image", "two images", "first frame"])
+def test_dit_with_images(kind, heads, grid, mesh):
+    """An image's keys beside the text's, or tokens of timestep 0; 32 tokens on 3 devices, and 45 on 2, are padded."""
+    if (kind, heads) == ("two images", 12):
+        pytest.skip("positions are added before anything is split")
+    spec, values, run, inputs, wanted = dit_case(heads, grid, 2, kind)
+    plain = dit_case(heads, grid, 2)[-1] if kind == "first frame" else wanted[::-1]
+    assert largest_error(plain, wanted) > 0.1
     assert largest_error(on(mesh, spec, values, run, *inputs), wanted) < TOLERANCE
 
 
@@ -219,6 +239,53 @@ def demo_frames(mesh: str) -> np.ndarray:
 def test_demo(mesh):
     """All phases through the engine, 1.3e-5 per pixel measured."""
     assert np.abs(demo_frames(mesh) - demo_frames("seq=1")).max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tiny models that take images."""
+    path = tmp_path_factory.mktemp("tiny")
+    return {name: tiny.write_folder(path / name, tiny.FOLDERS[name]) for name in ("i2v 2.2", "flf2v", "5b")}
+
+
+@functools.cache
+def image_frames(folder, mesh: str) -> np.ndarray:
+    engine = load(folder, dtype="float32", mesh=mesh)
+    images = dict(zip(("image", "last_image"), PICTURES[: engine.model.images[1]], strict=False))
+    return engine.generate(tiny.PROMPT, size=(64, 32), frames=5, steps=3, guidance_scale=3.0, **images).frames
+
+
+PICTURES = tiny.picture(64, 32), tiny.picture(64, 32, seed=1)
+
+
+@pytest.mark.parametrize("name", ["i2v 2.2", "flf2v", "5b"])
+def test_images_to_video(folders, name):
+    """All phases through the engine: two experts, an image encoder, a clean first frame."""
+    whole, split = (image_frames(folders[name], mesh) for mesh in ("seq=1", "data=2,seq=2,tensor=2"))
+    assert whole.std() > 0.02
+    assert np.abs(split - whole).max() < 1e-3
+
+
+@pytest.mark.parametrize("mesh", ["seq=4", "data=2,seq=2,tensor=2", "seq=3"])
+@pytest.mark.parametrize("name", ["flf2v", "5b"])
+def test_encoded_images(folders, name, mesh):
+    """States of the image encoder and known latents, of a video of several chunks; two programs for all of them."""
+
+    def encoded(mesh: str):
+        engine = load(folders[name], dtype="float32", mesh=mesh)
+        model, images = engine.model, PICTURES[: engine.model.images[1]]
+        encoder = engine.loader.load("encoder", model.encoder(), [], {}, Silent())
+        with jax.set_mesh(engine.mesh):
+            before = encode_chunk._cache_size()
+            given = model.encode_frames(encoder, [image / np.float32(255) for image in images], 13, lambda _: None)
+            assert encode_chunk._cache_size() - before <= (1 if name == "5b" else 2)
+            if not model.image:
+                return [given.frames]
+            tower = engine.loader.load("image encoder", model.image_encoder(np.float32), [], {}, Silent())
+            return [given.channels, model.encode_images(tower, images)]
+
+    for got, wanted in zip(encoded(mesh), encoded("seq=1"), strict=True):
+        assert largest_error(got, wanted) < TOLERANCE
 
 
 def test_one_program_for_all_steps_and_two_for_all_frames():

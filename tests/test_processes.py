@@ -134,7 +134,7 @@ open("slices.json", "w").write(json.dumps(slices))
 
 
 def specs(engine: Engine) -> list[Spec]:
-    parts = engine.model.text_encoder("float32"), engine.model.transformer("float32"), engine.model.decoder()
+    parts = engine.model.text_encoder("float32"), *engine.model.transformers("float32"), engine.model.decoder()
     return [spec for part in parts for spec in jax.tree.leaves(part.spec, is_leaf=is_spec)]
 
 

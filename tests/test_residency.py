@@ -19,11 +19,12 @@ from vidax.engine.engine import load
 from vidax.engine.progress import Silent
 from vidax.engine.work import Job
 from vidax.errors import UserError
-from vidax.models.interface import Footprint
+from vidax.models.interface import Footprint, Inputs, Video
 from vidax.models.wan import dit, pipeline
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.programs import Places
 from vidax.nn import map_specs, parameter_bytes
+from vidax.weights import load as load_weights
 from vidax.weights import memory
 from vidax.weights import residency as residency_module
 from vidax.weights.residency import RESIDENT, STREAMED, Residency, Ring, host_bytes, parse
@@ -185,7 +186,7 @@ def test_memory_is_given_back_between_phases(residency):
     text = dataclasses.replace(model.text_encoder(jnp.float32).spec, token_embedding=None)
     weights = {
         "encode text": parameter_bytes(text),
-        "denoise": parameter_bytes(model.transformer(jnp.float32).spec),
+        "denoise": parameter_bytes(model.transformers(jnp.float32)[0].spec),
         "decode": parameter_bytes(model.decoder().spec),
     }
     for name in ("load text encoder", "load transformer", "load decoder"):
@@ -251,7 +252,8 @@ def test_small_parameters_stay():
 
 
 def loaded(engine, residency: Residency):
-    return engine.load("transformer", engine.model.transformer(jnp.float32), [], {}, Silent(), residency)
+    (part,) = engine.model.transformers(jnp.float32)
+    return engine.loader.load("transformer", part, [], {}, Silent(), residency)
 
 
 NEEDS = Footprint(fixed=1000, stream=10, layer=100, layers=10)
@@ -265,7 +267,7 @@ def test_as_many_layers_as_fit():
 
 
 def compiled_footprint(engine) -> Footprint:
-    shape = 64, 64, 5, 2, jnp.dtype("float32"), engine.mesh
+    shape = Video(64, 64, 5, branches=2), jnp.dtype("float32"), engine.mesh
     return engine.model.footprint(*shape, engine.model.lower_layer(*shape).compile())
 
 
@@ -338,7 +340,7 @@ def test_the_record_says_what_was_moved():
 def test_footprint_is_what_the_device_holds():
     """Weights by shard shapes equal those that are loaded."""
     engine = load(dtype="float32", mesh="seq=2,tensor=2", residency="streamed")
-    needs = engine.model.footprint(64, 64, 5, 2, jnp.dtype("float32"), engine.mesh)
+    needs = engine.model.footprint(Video(64, 64, 5, branches=2), jnp.dtype("float32"), engine.mesh)
     transformer = loaded(engine, STREAMED)
     layer = transformer.blocks.layers[0]
     first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(layer))
@@ -377,11 +379,11 @@ def test_much_waiting_is_a_warning(monkeypatch):
 def latents(way: str, mesh: str, dtype: str) -> np.ndarray:
     """What two steps make of noise: one program over a stack on the device or in host memory, or a ring of layers."""
     engine = load(dtype=dtype, mesh=mesh)
-    part = engine.model.transformer(jnp.dtype(dtype))
+    (part,) = engine.model.transformers(jnp.dtype(dtype))
     if way == "ring":
-        network = engine.load("transformer", part, [], {}, Silent(), STREAMED)
+        network = engine.loader.load("transformer", part, [], {}, Silent(), STREAMED)
     else:
-        network = engine.read("transformer", part, {}, Silent(), None, "device")
+        network = load_weights(*part, sharding=Places(engine.mesh).parameter)
     if way == "graph":
         network = jax.device_put(network, map_specs(Places(engine.mesh).streamed, part.spec))
         kinds = {x.sharding.memory_kind for x in (network.blocks.self_attn.q.weight, network.blocks.ffn.fc2.weight)}
@@ -394,7 +396,8 @@ def latents(way: str, mesh: str, dtype: str) -> np.ndarray:
     noise = numbers.standard_normal(engine.model.latent_shape(64, 64, 5), np.float32)[None]
     text = numbers.standard_normal((2, TEXT_TOKENS, config.text_dim), np.float32)
     with jax.set_mesh(engine.mesh):
-        return np.array(engine.model.denoise(network, request.sampler.table(), noise, text, 4.0, lambda _: None))
+        table, inputs = request.sampler.table(), Inputs(text)
+        return np.array(engine.model.denoise(network, table, range(2), noise, inputs, 4.0, lambda _: None).sample)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

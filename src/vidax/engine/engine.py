@@ -232,10 +232,12 @@ class Engine:
         turns = [
             (stage, Ahead(self.loader, name, part, residency))
             for stage, (name, part) in enumerate(zip(names, transformers, strict=True))
-            if any(work.job.request.stages[stage].steps for work in works)
+            if any(work.awaits(stage) for work in works)
         ]
         try:
             for turn, (stage, ahead) in enumerate(turns):
+                if not any(work.awaits(stage) for work in works):
+                    continue  # the jobs that wanted it have failed
                 dit = ahead.take(works, timings, progress)
                 for _, following in turns[turn + 1 :]:
                     following.start(works, progress)
@@ -262,11 +264,12 @@ class Engine:
             done = 0
             for number, work in enumerate(works, 1):
                 progress.job(number, len(works))
-                if work.error is None and work.job.request.stages[stage].steps:
+                if work.awaits(stage):
                     with work.own_fault(), self.in_collectives(), work.timed("denoise"):
                         self.denoise_job(dit, work, stage, encoded, after(done, advance))
                 done += len(work.job.request.stages[stage].steps)
                 advance(done)
+        del dit  # the trace of a job's error has this frame
         for work in works:
             if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
                 warn(waiting(share, self.settle(work.job.request)), [work], progress)

@@ -140,6 +140,7 @@ class Ahead:
         self._read: Future | None = None
 
     def start(self, works: Sequence[Work], progress: Progress) -> None:
+        """Begin to read, once the other network is where it works: what is free now is free for this one."""
         if self.residency.disk:
             return
         each = split_bytes(self.part.spec, placement(self.loader.mesh))

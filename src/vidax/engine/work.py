@@ -43,6 +43,10 @@ class Work:
     def steps(self) -> int:
         return self.job.request.sampler.steps
 
+    def awaits(self, stage: int) -> bool:
+        """Whether there are steps for this transformer to take."""
+        return self.error is None and len(self.job.request.stages[stage].steps) > 0
+
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()

@@ -99,7 +99,8 @@ class WanModel(WanArchitecture):
         return {name: (self.part(name, dtype), part.config, part.layout) for name, part in self.parts.items()}
 
     def converted(self, part: str) -> bool:
-        return self.parts[part].names.held
+        # Both experts have one residency.
+        return all(one.names.held for name, one in self.parts.items() if name.removesuffix("_2") == part)
 
     def part(self, name: str, dtype) -> Part:
         part = self.parts[name]
