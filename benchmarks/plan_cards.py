@@ -68,7 +68,7 @@ def main() -> None:
         before, _, rest = README.read_text().partition(MARKS[0])
         table, _, after = rest.partition(MARKS[1])
         rows = written(table) | rows
-        order = sorted(rows, key=lambda row: list(CARDS).index(row[0]))  # and as they came, of one card
+        order = sorted(rows, key=lambda row: (list(CARDS).index(row[0]), row[1]))
         table = "".join(f"{line}\n" for line in (*HEAD, *(rows[row] for row in order)))
         README.write_text(f"{before}{MARKS[0]}{table}{MARKS[1]}{after}")
 
