@@ -317,7 +317,7 @@ def damage_scheduler(folder: Path) -> str:
 def damage_variant(folder: Path) -> str:
     file = folder / "model_index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"boundary_ratio": 0.875}))
-    return "boundary_ratio is 0.875, as in Wan 2.2"
+    return "one of two experts (boundary_ratio 0.875), and there is no other"
 
 
 def damage_pipeline(folder: Path) -> str:

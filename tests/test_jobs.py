@@ -170,7 +170,7 @@ def test_jobs_write_files_and_a_second_run_makes_what_is_missing(generate, out, 
     def loaded(*_):
         raise AssertionError("nothing is left to do")
 
-    monkeypatch.setattr("vidax.engine.engine.load_weights", loaded)
+    monkeypatch.setattr("vidax.engine.loading.load_weights", loaded)
     code, printed, told = generate(None, "--prompts", str(out.parent / "jobs.txt"), "--seed", "1", "--json")
     assert code == 0
     records = [json.loads(line) for line in printed.splitlines()]
@@ -250,7 +250,7 @@ def test_prompts_from_stdin(generate, out):
     ],
 )
 def test_a_run_is_refused_before_weights_are_loaded(generate, out, lines, words, sentence, monkeypatch):
-    monkeypatch.setattr("vidax.engine.engine.load_weights", None)
+    monkeypatch.setattr("vidax.engine.loading.load_weights", None)
     code, printed, told = generate(lines, *words)
     assert (code, printed) == (2, "") and sentence in told
     assert files(out) == []
