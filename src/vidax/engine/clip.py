@@ -45,7 +45,9 @@ class Result:
 def tags(metadata: dict[str, Any]) -> dict[str, Any]:
     """What goes into the video file itself."""
     kept = ("prompt", "negative_prompt", "seed", "model", "steps", "guidance_scale", "flow_shift", "solver", "noise")
-    return {key: metadata[key] for key in kept} | {"vidax": metadata["versions"]["vidax"]}
+    some = ("guidance_scale_2", "boundary_ratio", "image", "image_sha256", "last_image", "last_image_sha256", "fit")
+    found = {key: metadata[key] for key in (*kept, *some) if key in kept or key in metadata}
+    return found | {"vidax": metadata["versions"]["vidax"]}
 
 
 def as_dtype(frames: np.ndarray, dtype: type[np.generic]) -> np.ndarray:

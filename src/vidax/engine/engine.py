@@ -247,6 +247,9 @@ class Engine:
         finally:
             for _, ahead in turns:
                 ahead.close()
+        for work in works:
+            if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
+                warn(waiting(share, self.settle(work.job.request)), [work], progress)
 
     def denoise_stage(
         self,
@@ -270,9 +273,6 @@ class Engine:
                 done += len(work.job.request.stages[stage].steps)
                 advance(done)
         del dit  # the trace of a job's error has this frame
-        for work in works:
-            if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
-                warn(waiting(share, self.settle(work.job.request)), [work], progress)
 
     def denoise_job(self, dit: Any, work: Work, stage: int, encoded: Encoded, on_steps: Callable[[int], None]) -> None:
         """A job's steps of one transformer: its state comes to the host, after the last one as latents [1 F H W C]."""
@@ -281,10 +281,8 @@ class Engine:
         inputs = encoded.inputs(request, guided=request.stages[stage].guided)
         if work.state is None:
             f, h, w, c = self.model.latent_shape(request.width, request.height, request.frames)
-            noise = normal((1, c, f, h, w), request.seed, request.noise).transpose(
-                0, 2, 3, 4, 1
-            )  # drawn channels first
-            work.state = noise
+            noise = normal((1, c, f, h, w), request.seed, request.noise)  # drawn channels first
+            work.state = noise.transpose(0, 2, 3, 4, 1)
         ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
         before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
         try:

@@ -156,36 +156,20 @@ def resolve(
         raise UserError("the prompt is empty: say what the video shows, for example 'a red circle moves right'")
     images = open_images(card, model, image, last_image)
     origins |= dict.fromkeys(("image", "last_image")[: len(images)], "given")
-    if images and size is None:
-        size = model.image_size(images[0].size, card.size[0] * card.size[1])
-        width, height = pick("size", None, size, f"the aspect of {images[0].name}, the area of card {card.name}")
-        size = None
-    else:
-        width, height = pick("size", size, card.size)
+    width, height = pick_size(pick, card, model, images, size)
     fit = pick_fit(pick, images, size, fit)
     check_size(width, height, model.size_multiple)
     frames = pick("frames", frames, card.frames)
     check_frames(frames, model.frame_multiple)
+    if frames == 1 and len(images) == 2:
+        raise UserError(f"1 frame: a first and a last one take {model.frame_multiple + 1} at least")
     fps = pick("fps", fps, card.fps)
     if fps < 1:
         raise UserError(f"{fps} frames per second: at least 1")
     guidance_scale = pick("guidance_scale", guidance_scale, card.guidance_scale)
     check_guidance(guidance_scale)
-    if model.experts == 2:
-        same = origins["guidance_scale"] == "given" or card.guidance_scale_2 is None
-        second = (guidance_scale, "guidance_scale") if same else (card.guidance_scale_2, None)
-        guidance_scale_2 = pick("guidance_scale_2", guidance_scale_2, *second)
-        check_guidance(guidance_scale_2)
-        own = (
-            (card.boundary_ratio, None) if model.boundary_ratio is None else (model.boundary_ratio, "model_index.json")
-        )
-        boundary_ratio = pick("boundary_ratio", boundary_ratio, *own)
-        check_boundary(boundary_ratio)
-    elif guidance_scale_2 is not None or boundary_ratio is not None:
-        name, value = (
-            ("boundary ratio", boundary_ratio) if guidance_scale_2 is None else ("guidance scale 2", guidance_scale_2)
-        )
-        raise UserError(f"{name} {value}: {card.name} has one transformer; leave it out, it is for two experts")
+    follows = guidance_scale if origins["guidance_scale"] == "given" else None
+    guidance_scale_2, boundary_ratio = pick_experts(pick, card, model, follows, guidance_scale_2, boundary_ratio)
     sampler = make_sampler(card, model, pick, steps, flow_shift, solver, (width, height))
     seed = pick("seed", seed, DEFAULT_SEED, "default")
     if seed == -1:
@@ -203,7 +187,7 @@ def resolve(
         frames=frames,
         fps=fps,
         guidance_scale=float(guidance_scale),
-        guidance_scale_2=None if guidance_scale_2 is None else float(guidance_scale_2),
+        guidance_scale_2=guidance_scale_2,
         boundary_ratio=boundary_ratio,
         images=images,
         fit=fit,
@@ -240,6 +224,41 @@ def others(most: int) -> str:
     """Which models take more images."""
     able = [card.name for card in CARDS.values() if card.images[1] > most]
     return f"use a model that takes one: {', '.join(able)}"
+
+
+def pick_size(
+    pick, card: Card, model: Architecture, images: tuple[Picture, ...], size: tuple[int, int] | None
+) -> tuple[int, int]:
+    """(width, height): of a video from an image, where nothing is given, as its authors derive it from the image."""
+    if size is not None or not images:
+        return pick("size", size, card.size)
+    derived = model.image_size(images[0].size, card.size[0] * card.size[1])
+    return pick("size", None, derived, f"the aspect of {images[0].name}, the area of card {card.name}")
+
+
+def pick_experts(
+    pick, card: Card, model: Architecture, follows: float | None, scale: float | None, ratio: float | None
+) -> tuple[float | None, float | None]:
+    """Guidance and boundary of the second expert, if there is one. follows: the guidance that is given for the first,
+    which then is for both.
+    """
+    if model.experts == 1:
+        for name, value in (("guidance scale 2", scale), ("boundary ratio", ratio)):
+            if value is not None:
+                raise UserError(f"{name} {value}: {card.name} has one transformer; leave it out, it is for two experts")
+        return None, None
+    if follows is None and card.guidance_scale_2 is not None:
+        scale = pick("guidance_scale_2", scale, card.guidance_scale_2)
+    else:
+        scale = pick("guidance_scale_2", scale, card.guidance_scale if follows is None else follows, "guidance_scale")
+    assert scale is not None
+    check_guidance(scale)
+    if model.boundary_ratio is None:
+        ratio = pick("boundary_ratio", ratio, card.boundary_ratio)
+    else:
+        ratio = pick("boundary_ratio", ratio, model.boundary_ratio, "model_index.json")
+    check_boundary(ratio)
+    return float(scale), ratio
 
 
 def pick_fit(pick, images: tuple[Picture, ...], size: tuple[int, int] | None, fit: str | None) -> str | None:
