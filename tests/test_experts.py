@@ -120,6 +120,46 @@ def test_the_second_expert_is_read_while_the_first_works(folder, monkeypatch):
     assert full.warnings == results[0].metadata["warnings"]
 
 
+@pytest.mark.parametrize("residency", ["resident", "mixed:1/2", "streamed"])
+@pytest.mark.parametrize("mesh", ["seq=1", "seq=2,tensor=2"])
+def test_an_expert_that_waits_in_host_memory(residency, mesh, folder, monkeypatch):
+    """As on an accelerator, where the devices have no room for both: the same bits, and at the switch all is moved."""
+    engine = load(folder("t2v 2.2"), mesh=mesh, devices=None, residency=residency)
+    (alone,) = frames(engine, request(engine))
+    one = parameter_bytes(engine.model.transformers("float32")[0].spec)
+    held: dict[str, dict[str, int]] = {}
+
+    class Watch(Phases):
+        def advance(self, done: int) -> None:
+            if self.names[-1].startswith("denoise"):
+                end = time.monotonic() + 10
+                while self.names[-1].endswith("high noise") and readers() and time.monotonic() < end:
+                    time.sleep(0.01)  # the second expert is here
+                gc.collect()
+                found = held[self.names[-1]] = {"device": 0, "pinned_host": 0}
+                for x in jax.live_arrays():
+                    found[x.sharding.memory_kind] += x.nbytes
+
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    monkeypatch.setattr(loading, "on_cpu", lambda mesh: False)
+    (result,) = engine.generate_many([request(engine)], progress=Watch())
+    np.testing.assert_array_equal(result.frames, alone)
+    high, low = held["denoise, high noise"], held["denoise, low noise"]
+    assert high["device"] - before < 1.9 * one
+    assert high["pinned_host"] - low["pinned_host"] == one, "all of the second, beside layers that are streamed"
+    assert (low["pinned_host"] == 0) == (residency == "resident")
+    assert abs(high["device"] - low["device"]) < 0.1 * one
+
+
+def test_an_expert_of_another_layout_is_not_streamed_from_disk(folder, tmp_path):
+    """Both have one residency."""
+    ready = convert(load(folder("t2v 2.2")).model, tmp_path / "ready", dtype="float32")
+    engine = load(ready, transformer_2=folder("t2v 2.2") / "transformer_2", residency="streamed", stream_from="disk")
+    with pytest.raises(vidax.UserError, match="this checkpoint is not in the form for it"):
+        engine.settle(request(engine))
+
+
 def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 

@@ -70,7 +70,7 @@ def test_what_is_said_of_too_many_and_too_few(engines):
     )
     sentence = refusal(engines("t2v 2.2"), **ONE)
     assert sentence.startswith(
-        "image (array): t2v-2.2 takes no image; leave it out, or use a model that takes one: wan"
+        "image (array): t2v-2.2 takes no image; leave it out, or use a model that takes one: demo-i2v, wan"
     )
     assert refusal(engines("flf2v"), **TWO, frames=1) == "1 frame: a first and a last one take 5 at least"
     assert refusal(engines("flf2v"), last_image="b.png") == "a last image without a first; give that too, with --image"

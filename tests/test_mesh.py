@@ -97,12 +97,18 @@ def test_dit(heads, grid, mesh):
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "seq=3", "tensor=2", "seq=2,tensor=2", "data=2,seq=2,tensor=2"])
-@pytest.mark.parametrize(("heads", "grid"), [(12, (2, 4, 4)), (5, (3, 3, 5))], ids=["12", "5"])
-@pytest.mark.parametrize("kind", ["image", "two images", "first frame"])
+@pytest.mark.parametrize(
+    ("kind", "heads", "grid"),
+    [
+        ("image", 12, (2, 4, 4)),
+        ("two images", 5, (3, 3, 5)),
+        ("first frame", 12, (2, 4, 4)),
+        ("first frame", 5, (3, 3, 5)),
+    ],
+    ids=["image-12", "two images-5", "first frame-12", "first frame-5"],
+)
 def test_dit_with_images(kind, heads, grid, mesh):
     """An image's keys beside the text's, or tokens of timestep 0; 32 tokens on 3 devices, and 45 on 2, are padded."""
-    if (kind, heads) == ("two images", 12):
-        pytest.skip("positions are added before anything is split")
     spec, values, run, inputs, wanted = dit_case(heads, grid, 2, kind)
     plain = dit_case(heads, grid, 2)[-1] if kind == "first frame" else wanted[::-1]
     assert largest_error(plain, wanted) > 0.1
@@ -245,28 +251,13 @@ def test_demo(mesh):
 def folders(tmp_path_factory):
     """Tiny models that take images."""
     path = tmp_path_factory.mktemp("tiny")
-    return {name: tiny.write_folder(path / name, tiny.FOLDERS[name]) for name in ("i2v 2.2", "flf2v", "5b")}
-
-
-@functools.cache
-def image_frames(folder, mesh: str) -> np.ndarray:
-    engine = load(folder, dtype="float32", mesh=mesh)
-    images = dict(zip(("image", "last_image"), PICTURES[: engine.model.images[1]], strict=False))
-    return engine.generate(tiny.PROMPT, size=(64, 32), frames=5, steps=3, guidance_scale=3.0, **images).frames
+    return {name: tiny.write_folder(path / name, tiny.FOLDERS[name]) for name in ("flf2v", "5b")}
 
 
 PICTURES = tiny.picture(64, 32), tiny.picture(64, 32, seed=1)
 
 
-@pytest.mark.parametrize("name", ["i2v 2.2", "flf2v", "5b"])
-def test_images_to_video(folders, name):
-    """All phases through the engine: two experts, an image encoder, a clean first frame."""
-    whole, split = (image_frames(folders[name], mesh) for mesh in ("seq=1", "data=2,seq=2,tensor=2"))
-    assert whole.std() > 0.02
-    assert np.abs(split - whole).max() < 1e-3
-
-
-@pytest.mark.parametrize("mesh", ["seq=4", "data=2,seq=2,tensor=2", "seq=3"])
+@pytest.mark.parametrize("mesh", ["seq=3", "data=2,seq=2,tensor=2"])
 @pytest.mark.parametrize("name", ["flf2v", "5b"])
 def test_encoded_images(folders, name, mesh):
     """States of the image encoder and known latents, of a video of several chunks; two programs for all of them."""

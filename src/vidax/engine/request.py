@@ -284,7 +284,9 @@ def check_boundary(ratio: float | None) -> None:
             "to video, 0.9 for image to video"
         )
     if not 0 <= ratio <= 1:
-        raise UserError(f"boundary ratio {ratio}: from 0, all steps with the first expert, to 1, all with the second")
+        raise UserError(
+            f"boundary ratio {ratio}: from 0, all steps with the first expert, to 1, all below full noise with the second"
+        )
 
 
 def origin_in_card(card: Card, name: str) -> str:
