@@ -285,7 +285,8 @@ def check_boundary(ratio: float | None) -> None:
         )
     if not 0 <= ratio <= 1:
         raise UserError(
-            f"boundary ratio {ratio}: from 0, all steps with the first expert, to 1, all below full noise with the second"
+            f"boundary ratio {ratio}: from 0, all steps with the first expert, to 1, all below full noise with the "
+            "second"
         )
 
 
