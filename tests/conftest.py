@@ -25,8 +25,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs() -> Iterator[None]:
-    """Programs of one file of tests only: each takes some of the memory mappings that Linux gives a process (65,530), and
-    beyond those XLA crashes.
+    """Programs of one file of tests only: each takes some of the memory mappings that Linux gives a process, 65,530,
+    and beyond those XLA crashes.
     """
     yield
     if jax := sys.modules.get("jax"):

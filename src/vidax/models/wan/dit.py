@@ -324,8 +324,8 @@ class Tokens:
     clean: int = static()  # how many of them, the first, have timestep 0
 
     def each(self, vectors: jax.Array) -> list[jax.Array]:
-        """Of vectors [B V n D], each of the n for all tokens: [B 1 D], or with two timesteps [B L D], which a program for
-        TPUs does not hold because what it is multiplied with or added to comes at once. One for CPUs may.
+        """Of vectors [B V n D], each of the n for all tokens: [B 1 D], or with two timesteps [B L D]. These a program
+        for TPUs does not hold, because what they are multiplied with or added to comes at once; one for CPUs may.
         """
         if vectors.shape[1] == 1:
             return [vectors[:, :, i] for i in range(vectors.shape[2])]
