@@ -106,9 +106,9 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
     return card, opened
 
 
-def check_card(card: Card, model: Architecture) -> None:
+def check_card(card: Card, model: Model) -> None:
     """Raises UserError if a model is not that of a card."""
-    place = getattr(model, "files", {}).get("transformer")
+    place = model.files["transformer"]
     if difference := differences(model.dit, card.dit):
         raise UserError(f"{place}: not {card.name}: {difference}")
     if model.experts != card.experts:

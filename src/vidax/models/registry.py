@@ -59,8 +59,9 @@ class Card:
 
     def shift(self, width: int, height: int) -> float:
         """The flow shift for a size."""
-        small = self.small_flow_shift is not None and width * height <= SMALL
-        return self.small_flow_shift if small and self.small_flow_shift is not None else self.flow_shift
+        if self.small_flow_shift is None or width * height > SMALL:
+            return self.flow_shift
+        return self.small_flow_shift
 
 
 SMALL = 832 * 480
