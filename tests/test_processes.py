@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import vidax
 from vidax import cli
@@ -102,6 +103,26 @@ def test_two_processes_equal_one(generate, places, cache, tmp_path):
     alone = tmp_path / "alone.npy"
     assert cli.main(["generate", *words, "--output", str(alone), "--quiet"]) == 0
     made, wanted = np.load(places[0] / "out" / "x.npy"), np.load(alone)
+    assert wanted.std() > 0.02
+    assert np.abs(made - wanted).max() < TOLERANCE
+
+
+def test_two_processes_from_one_image(generate, places, tmp_path):
+    """Which is there for process 0 alone."""
+    # Large, and of noise that nothing compresses, in a corner that is hardly seen: more than a message may have.
+    pixels = np.zeros((2048, 2048, 3), np.uint8)
+    pixels[1088:1856, 640:1408] = 225, 40, 40
+    pixels[:1024, :1024] = np.random.RandomState(0).randint(0, 40, (1024, 1024, 3))
+    Image.fromarray(pixels).save(places[0] / "first.png")
+    words = ["a red square moves up", "--model", "demo-i2v", "--steps", "2", "--frames", "5", "--dtype", "float32"]
+    words += ["--mesh", "data=2,seq=2,tensor=2", "--image", "first.png"]
+    first, other = generate(*words, "--output", "x.npy")
+    assert first[0] == 0, first[2]
+    assert other == (0, "", "")
+    Image.fromarray(pixels).save(tmp_path / "first.png")
+    words[-1] = str(tmp_path / "first.png")
+    assert cli.main(["generate", *words[:-4], *words[-2:], "--output", str(tmp_path / "x.npy"), "--quiet"]) == 0
+    made, wanted = np.load(places[0] / "x.npy"), np.load(tmp_path / "x.npy")
     assert wanted.std() > 0.02
     assert np.abs(made - wanted).max() < TOLERANCE
 

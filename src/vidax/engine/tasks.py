@@ -18,8 +18,11 @@ from vidax.engine.request import Request
 from vidax.engine.work import OF_THE_RUN, Job
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
+from vidax.media.image import Picture
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png
 from vidax.parallel import processes
+
+IMAGES = ("image", "last_image")
 
 # A video that differs in these alone need not be made again.
 CIRCUMSTANCES = (*OF_THE_RUN, "mesh", "residency", "text_residency")
@@ -88,13 +91,27 @@ def plan(engine: Engine, wishes: Sequence[Wish], output: str | None, *, overwrit
 
 
 def shared_jobs(engine: Engine, tasks: Sequence[Task] = ()) -> list[Job]:
-    """The jobs of process 0's tasks, on every process. The others have no tasks: their disks may be other ones."""
+    """The jobs of process 0's tasks, on every process. The others have no tasks, and their disks may be other ones, so
+    that they are sent the images.
+    """
     jobs = [task.job for task in tasks]
-    told = processes.from_first(json.dumps([(task.fields, task.job.frames_dtype) for task in tasks]))
+    told = processes.from_first(json.dumps([(portable(task), task.job.frames_dtype) for task in tasks]))
     with processes.in_step(engine.shared):
         if not processes.first():
-            jobs = [Job(request=engine.request(**fields), frames_dtype=dtype) for fields, dtype in json.loads(told)]
+            jobs = [Job(request=engine.request(**received(f)), frames_dtype=dtype) for f, dtype in json.loads(told)]
     return jobs
+
+
+def portable(task: Task) -> dict[str, Any]:
+    """A task's fields, with the images themselves."""
+    if processes.count() == 1:
+        return task.fields
+    images = zip(IMAGES, task.request.images, strict=False)
+    return task.fields | {name: picture.packed() for name, picture in images}
+
+
+def received(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {name: Picture.unpacked(fields[name]) for name in IMAGES if fields.get(name) is not None}
 
 
 def choose_path(output: str | None, own: str | None, request: Request) -> tuple[Path, bool]:

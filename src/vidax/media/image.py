@@ -3,13 +3,16 @@
 Sizes are (width, height), as Pillow has them; arrays are [height width 3].
 """
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -35,12 +38,26 @@ class Picture:
     def size(self) -> tuple[int, int]:
         return self.pixels.shape[1], self.pixels.shape[0]
 
+    def packed(self) -> dict[str, Any]:
+        """All of it as JSON has it, for another process."""
+        pixels = base64.b64encode(zlib.compress(self.pixels.tobytes())).decode()
+        return {"name": self.name, "notes": self.notes, "digest": self.digest, "size": self.size, "pixels": pixels}
 
-def open_picture(source: str | os.PathLike | Image.Image | np.ndarray) -> Picture:
-    """A file, a Pillow image, or an array [H W 3], [H W 4] or [H W] of uint8 or of floating point in [0, 1].
+    @staticmethod
+    def unpacked(packed: Mapping[str, Any]) -> "Picture":
+        width, height = packed["size"]
+        pixels = np.frombuffer(zlib.decompress(base64.b64decode(packed["pixels"])), np.uint8)
+        return Picture(pixels.reshape(height, width, 3), packed["name"], packed["digest"], tuple(packed["notes"]))
+
+
+def open_picture(source: str | os.PathLike | Image.Image | np.ndarray | Picture) -> Picture:
+    """A file, a Pillow image, an array [H W 3], [H W 4] or [H W] of uint8 or of floating point in [0, 1], or a picture
+    that is open.
 
     Turned as its EXIF says, and what is transparent laid over white. Raises UserError for what is no such picture.
     """
+    if isinstance(source, Picture):
+        return source
     notes: list[str] = []
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
