@@ -30,6 +30,7 @@ import optax.contrib
 from safetensors.numpy import save_file
 
 from vidax import nn
+from vidax.models.towers import t5_files
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan import config, dit, mapping, vae
 from vidax.ops.attention import attention
@@ -413,7 +414,7 @@ def export(folder: Path, pipeline: dict, autoencoder: vae.VAE, generator: Genera
     parts = {
         "transformer/diffusion_pytorch_model": (generator.dit, dit.DiT.spec(DIT), mapping.DIT_DIFFUSERS),
         "vae/diffusion_pytorch_model": (autoencoder, vae.VAE.spec(vae_c), mapping.VAE_DIFFUSERS),
-        "text_encoder/model": (generator.text, T5Encoder.spec(text_c), mapping.UMT5_DIFFUSERS),
+        "text_encoder/model": (generator.text, T5Encoder.spec(text_c), t5_files.TRANSFORMERS),
     }
     for name, part in parts.items():
         file = folder / f"{name}.safetensors"

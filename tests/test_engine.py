@@ -15,6 +15,7 @@ import vidax
 from vidax.engine.engine import Engine
 from vidax.engine.progress import Silent
 from vidax.engine.work import Job
+from vidax.errors import UserError
 from vidax.models.registry import CARDS
 from vidax.models.wan import pipeline
 from vidax.weights import load
@@ -246,6 +247,14 @@ def test_disputed_defaults_name_their_source(engine):
     assert origins["guidance_scale"].startswith("card wan2.1-t2v-1.3b: README.md of Wan2.1; its generate.py and")
     assert origins["flow_shift"].startswith("scheduler_config.json; 8 in card wan2.1-t2v-1.3b: README.md of Wan2.1")
     assert origins["steps"] == "card wan2.1-t2v-1.3b"
+
+
+def test_a_scheduler_for_other_noise_levels_is_refused(engine):
+    scheduler = {"_class_name": "CogVideoXDPMScheduler", "prediction_type": "v_prediction"}
+    scheduler |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    other = Engine(engine.card, dataclasses.replace(engine.model, scheduler=scheduler))
+    with pytest.raises(UserError, match=r"scheduler_config.json: CogVideoXDPMScheduler is not for .*, whose network"):
+        other.request("a cat")
 
 
 def test_decode_compiles_two_programs_and_its_cache_does_not_grow(engine):

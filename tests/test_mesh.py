@@ -229,7 +229,7 @@ def test_vae_frame_by_frame(config, height, width, mesh, monkeypatch):
         return decode(model, latents), encode(model, frames)
 
     one_by_one = on(mesh, spec, values, run, latents, frames)
-    monkeypatch.setattr(vae, "_frame_by_frame", vae._chain)
+    monkeypatch.setattr(vae, "_frame_by_frame", vae.chain)
     at_once = on(mesh, spec, values, lambda *inputs: run(*inputs), latents, frames)  # another function is traced anew
     for got, wanted in zip(one_by_one, at_once, strict=True):
         assert largest_error(got, wanted) < TOLERANCE

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from vidax.errors import UserError
-from vidax.sampling.guidance import guide
-from vidax.sampling.noise import normal
+from vidax.sampling.guidance import dynamic, guide
+from vidax.sampling.noise import Stream, fresh_noise, normal
 from vidax.sampling.sampler import Sampler, from_diffusers_config
-from vidax.sampling.schedules import Schedule, make_schedule, shift_sigmas
-from vidax.sampling.solvers import Euler, UniPC, initial_state, step
+from vidax.sampling.schedules import AlphaSchedule, Schedule, make_schedule, shift_sigmas, training_alphas
+from vidax.sampling.solvers import DDIM, DPM, Euler, UniPC, initial_state, step
 
 with np.load(pathlib.Path(__file__).parent / "goldens" / "sampling.npz") as file:
     GOLDENS = dict(file)
@@ -25,6 +25,7 @@ with np.load(pathlib.Path(__file__).parent / "goldens" / "sampling.npz") as file
 SOLVERS = [Euler(), *(UniPC(order=order) for order in (1, 2, 3))]
 UNCORRECTED = tuple(range(1000))
 TOLERANCE = 1e-5  # of the largest value after a whole run; measured: 2e-6
+NOISE_SEED = 7  # of the fresh noise that the goldens were recorded with
 
 WAN_SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
@@ -42,6 +43,25 @@ WAN_SCHEDULER = {
     "use_karras_sigmas": False,
 }
 
+COGVIDEOX_SCHEDULER = {
+    "_class_name": "CogVideoXDPMScheduler",
+    "_diffusers_version": "0.31.0.dev0",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "clip_sample_range": 1.0,
+    "num_train_timesteps": 1000,
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "sample_max_value": 1.0,
+    "set_alpha_to_one": True,
+    "snr_shift_scale": 1.0,
+    "steps_offset": 0,
+    "timestep_spacing": "trailing",
+    "trained_betas": None,
+}
+
 
 def golden(kind: str):
     names = [name.removeprefix(f"{kind}/") for name in GOLDENS if name.startswith(f"{kind}/")]
@@ -55,9 +75,9 @@ def velocity(sample, timestep):
 
 
 @jax.jit
-def advance(table, i, state):
+def advance(table, i, state, fresh=None):
     row = table.row(i)
-    return step(row, state, velocity(state.sample, row.timestep))
+    return step(row, state, velocity(state.sample, row.timestep), fresh)
 
 
 # Schedules
@@ -95,6 +115,22 @@ def test_grids_equal_diffusers(name):
     np.testing.assert_array_equal(schedule.timesteps, GOLDENS[f"timesteps/{name}"])
 
 
+def test_cogvideox_grid_by_hand():
+    alphas, schedule = training_alphas(1.0), make_schedule("cogvideox", 3, 1.0)
+    assert (schedule.steps, schedule.timesteps.tolist()) == (3, [999, 666, 332])
+    np.testing.assert_array_equal(schedule.alphas, alphas[[999, 666, 332]])
+    np.testing.assert_array_equal(schedule.next_alphas, [alphas[666], alphas[333], 1])
+    assert make_schedule("cogvideox", 7, 1.0).next_alphas[-1] == alphas[0] < 1
+    assert make_schedule("cogvideox", 61, 1.0).steps == 61
+
+
+def test_alphas_by_hand():
+    alphas, shifted = training_alphas(1.0), training_alphas(3.0)
+    assert alphas[-1] == shifted[-1] == 0 and (np.diff(alphas) < 0).all()
+    np.testing.assert_allclose(alphas[0], 1 - 0.00085, rtol=1e-15)
+    np.testing.assert_allclose(shifted[0] / (1 - shifted[0]), alphas[0] / (1 - alphas[0]) / 3, rtol=1e-12)
+
+
 def test_impossible_schedules_are_refused():
     with pytest.raises(
         UserError, match="sigma grid 'karras' is unknown: choose one of official, diffusers, flow_match"
@@ -106,16 +142,23 @@ def test_impossible_schedules_are_refused():
     for shift in (0, -1.0, float("nan"), float("inf"), "3"):
         with pytest.raises(UserError, match=f"flow shift {shift!r}: the shift is a number above 0"):
             make_schedule("official", 4, shift)
+    with pytest.raises(UserError, match="SNR shift 0: the shift is a number above 0; 1 leaves the noise levels as"):
+        make_schedule("cogvideox", 4, 0)
+    with pytest.raises(UserError, match="1001 steps: the cogvideox grid has 1000 timesteps, so at most as many steps"):
+        make_schedule("cogvideox", 1001, 1.0)
 
 
 # Solvers
 
 
 def run(sampler: Sampler) -> np.ndarray:
-    table = sampler.table()
-    state = initial_state(table, GOLDENS["noise"])
-    for i in range(table.steps):
-        state = advance(table, i, state)
+    table, noise = sampler.table(), GOLDENS["noise"]
+    state = initial_state(table, noise)
+    fresh = [None] * table.steps
+    if table.noise is not None:
+        fresh = fresh_noise(Stream(NOISE_SEED), noise.shape, table.steps)
+    for i, added in enumerate(fresh):
+        state = advance(table, i, state, added)
     return np.asarray(state.sample)
 
 
@@ -128,7 +171,7 @@ def difference(result: np.ndarray, name: str) -> float:
 @golden("result")
 def test_runs_equal_diffusers(name):
     solver, order, grid, steps, shift = name.split("/")
-    chosen = UniPC(order=int(order)) if solver == "unipc" else Euler()
+    chosen = {"unipc": UniPC(order=int(order)), "euler": Euler(), "ddim": DDIM(), "dpm": DPM()}[solver]
     result = run(Sampler(solver=chosen, grid=grid, steps=int(steps), shift=float(shift)))
     assert difference(result, name) < TOLERANCE
 
@@ -193,6 +236,63 @@ def test_unipc_of_order_one_without_correction_is_euler():
     assert not ours.advance[:, 2:].any() and not ours.correct[:, 3:].any()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 10, 50])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_ddim_is_exact_for_one_video(steps, shift):
+    schedule = make_schedule("cogvideox", steps, shift)
+    table = DDIM().table(schedule)
+    clean, noise = np.array([2.0, -1.0]), np.array([0.5, 3.0])
+    state = initial_state(table, noise)
+    for i, (alpha, end) in enumerate(zip(schedule.alphas, schedule.next_alphas, strict=True)):
+        v = np.sqrt(alpha) * noise - np.sqrt(1 - alpha) * clean
+        state = step(table.row(i), state, jnp.asarray(v, jnp.float32))
+        np.testing.assert_allclose(state.sample, np.sqrt(end) * clean + np.sqrt(1 - end) * noise, atol=2e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 10, 50, 1000])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_dpm_keeps_the_law_of_noisy_latents(steps, shift):
+    """With the clean latents known, mean and variance of the noisy ones are those that the network was trained with."""
+    schedule = make_schedule("cogvideox", steps, shift)
+    table = DPM().table(schedule)
+    assert all(np.isfinite(column).all() for column in jax.tree.leaves(table))
+    sample, clean, past = table.advance.T
+    np.testing.assert_allclose(
+        sample * np.sqrt(schedule.alphas) + clean + past, np.sqrt(schedule.next_alphas), atol=1e-6
+    )
+    variance = sample**2 * (1 - schedule.alphas) + table.noise**2
+    np.testing.assert_allclose(variance, 1 - schedule.next_alphas, atol=1e-6)
+
+
+def test_tables_at_both_ends():
+    ddim, dpm = (Sampler(solver=solver, grid="cogvideox", steps=50, shift=1.0).table() for solver in (DDIM(), DPM()))
+    for table in (ddim, dpm):  # from pure noise the clean prediction is that of v, and the sample says nothing else
+        np.testing.assert_array_equal(table.denoise[0], [0, -1])
+        np.testing.assert_array_equal(table.advance[-1, :2], [0, 1])
+        np.testing.assert_array_equal(table.correct[:, 0], 1)
+        assert not table.correct[:, 1:].any()
+    assert (ddim.past, dpm.past, ddim.noise, dpm.noise.shape) == (0, 1, None, (50,))
+    assert dpm.advance[0, 0] == dpm.advance[0, 2] == dpm.advance[1, 2] == dpm.advance[-1, 2] == dpm.noise[-1] == 0
+    assert (dpm.advance[2:-1, 2] < 0).all() and (dpm.noise[:-1] > 0).all()
+
+
+def test_a_dpm_step_by_hand():
+    alphas = 1 / (1 + np.exp(-2 * np.array([-1.0, 0.0, 1.0])))  # steps of length 1 in the solver's time
+    table = DPM().table(AlphaSchedule(alphas=alphas[:2], next_alphas=alphas[1:], timesteps=np.array([800, 400])))
+    kept = np.exp(-2.0)
+    clean = np.sqrt(alphas[2]) * (1 - kept)
+    sample = np.sqrt((1 - alphas[2]) / (1 - alphas[1]) * kept)
+    np.testing.assert_allclose(table.advance[1], [sample, 1.5 * clean, -0.5 * clean], rtol=1e-6)
+    np.testing.assert_allclose(table.noise[1], np.sqrt((1 - alphas[2]) * (1 - kept)), rtol=1e-6)
+
+
+def test_fresh_noise_is_for_solvers_that_add_it():
+    for solver, fresh in ((DDIM(), jnp.ones(3)), (DPM(), None)):
+        table = solver.table(make_schedule("cogvideox", 4, 1.0))
+        with pytest.raises(AssertionError, match="fresh noise is for solvers that add it"):
+            step(table.row(0), initial_state(table, np.ones(3)), jnp.ones(3), fresh)
+
+
 def gaussian_error(solver, steps: int) -> float:
     """Relative error half way through a run whose exact solution is known: clean data normal with deviation 1/2.
 
@@ -241,6 +341,22 @@ def test_one_compilation_for_all_steps_and_a_donated_state(solver):
     assert len(traces) == 1
 
 
+def test_one_compilation_for_all_steps_with_fresh_noise():
+    traces = []
+
+    @jax.jit
+    def update(table, i, state, fresh):
+        traces.append(i)
+        return step(table.row(i), state, state.sample, fresh)
+
+    for shift in (1.0, 3.0):
+        table = DPM().table(make_schedule("cogvideox", 6, shift))
+        state = initial_state(table, np.ones((2, 3)))
+        for i, fresh in enumerate(fresh_noise(Stream(0), (2, 3), table.steps)):
+            state = update(table, i, state, fresh)
+    assert len(traces) == 1
+
+
 def test_a_traced_loop_gives_the_same():
     sampler = Sampler(solver=UniPC(order=3), grid="diffusers", steps=6, shift=5.0)
     table = sampler.table()
@@ -275,6 +391,12 @@ def test_impossible_solvers_are_refused():
         UserError, match=r"UniPC cannot start at sigma 1, where .* choose the official or the diffusers"
     ):
         Sampler(solver=UniPC(), grid="flow_match_euler", steps=4, shift=3.0)
+    with pytest.raises(
+        UserError, match="solver dpm does not fit the official grid of noise levels: euler and unipc are"
+    ):
+        Sampler(solver=DPM(), grid="official", steps=4, shift=3.0)
+    with pytest.raises(UserError, match="solver unipc2 does not fit the cogvideox grid of noise levels: ddim and dpm"):
+        Sampler(solver=UniPC(), grid="cogvideox", steps=4, shift=3.0)
 
 
 # Scheduler configs
@@ -294,6 +416,48 @@ def test_a_flow_match_euler_config():
     assert sampler == Sampler(solver=Euler(), grid="flow_match_euler", steps=4, shift=7.0)
     with pytest.raises(UserError, match=r"Euler.*: invert_sigmas = True is not supported, only False is"):
         from_diffusers_config(config | {"invert_sigmas": True}, steps=4)
+
+
+def test_the_scheduler_configs_of_cogvideox():
+    sampler = from_diffusers_config(COGVIDEOX_SCHEDULER, steps=50)
+    assert sampler == Sampler(solver=DPM(), grid="cogvideox", steps=50, shift=1.0)
+    assert from_diffusers_config(COGVIDEOX_SCHEDULER, steps=50, shift=3.0).shift == 3.0
+    config = COGVIDEOX_SCHEDULER | {"_class_name": "CogVideoXDDIMScheduler"}
+    del config["snr_shift_scale"]
+    sampler = from_diffusers_config(config, steps=10)
+    assert sampler == Sampler(solver=DDIM(), grid="cogvideox", steps=10, shift=3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prediction_type": "epsilon"}, "prediction_type = 'epsilon' is not supported, only 'v_prediction' is"),
+        ({"rescale_betas_zero_snr": False}, "rescale_betas_zero_snr = False is not supported, only True is"),
+        ({"timestep_spacing": "linspace"}, "timestep_spacing = 'linspace' is not supported, only 'trailing' is"),
+        ({"set_alpha_to_one": False}, "set_alpha_to_one = False is not supported, only True is"),
+        ({"beta_schedule": "linear"}, "beta_schedule = 'linear' is not supported, only 'scaled_linear' is"),
+        ({"beta_start": 0.0001}, "beta_start = 0.0001 is not supported, only 0.00085 is"),
+        ({"beta_end": 0.02}, "beta_end = 0.02 is not supported, only 0.012 is"),
+        ({"trained_betas": [0.1]}, "trained_betas = [0.1] is not supported, only None is"),
+        ({"num_train_timesteps": 500}, "num_train_timesteps = 500 is not supported, only 1000 is"),
+        ({"snr_shift_scale": 0}, "SNR shift 0: the shift is a number above 0"),
+        ({"flow_shift": 3.0}, "the setting flow_shift = 3.0 is unknown; known are snr_shift_scale, "),
+        ({"thresholding": False}, "the setting thresholding = False is unknown"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"])
+def test_what_is_not_supported_of_cogvideox_is_refused(name, change, message):
+    with pytest.raises(UserError) as raised:
+        from_diffusers_config(COGVIDEOX_SCHEDULER | change | {"_class_name": name}, steps=4)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["prediction_type", "rescale_betas_zero_snr", "timestep_spacing"])
+def test_an_unsupported_default_of_cogvideox_is_refused(key):
+    config = {name: value for name, value in COGVIDEOX_SCHEDULER.items() if name != key}
+    with pytest.raises(UserError, match=rf"{key} = .* \(diffusers' default; the file has none\) is not supported"):
+        from_diffusers_config(config, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +531,37 @@ def test_noise_of_jax():
         normal((3, 4), 7, "numpy")
 
 
+@golden("stream")
+def test_successive_draws_equal_torch(name):
+    seed, draws = name.split("/")
+    sizes = [int(size) for size in draws.split(",")]
+    expected = np.split(GOLDENS[f"stream/{name}"], np.cumsum(sizes)[:-1])
+    for skipped in (set(), {0}, {1, 2}, set(range(len(sizes) - 1))):
+        stream = Stream(int(seed))
+        for i, size in enumerate(sizes):
+            if i in skipped:
+                stream.skip((size,))
+            else:
+                np.testing.assert_allclose(stream.normal((size,)), expected[i], rtol=0, atol=1e-6)
+
+
+def test_successive_draws_of_jax():
+    key, stream = jax.random.key(7), Stream(7, "jax")
+    np.testing.assert_array_equal(stream.normal((3, 4)), jax.random.normal(key, (3, 4)))
+    np.testing.assert_array_equal(stream.normal((5,)), jax.random.normal(jax.random.fold_in(key, 1), (5,)))
+    stream.skip((8,))
+    np.testing.assert_array_equal(stream.normal((5,)), jax.random.normal(jax.random.fold_in(key, 3), (5,)))
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_fresh_noise_is_every_second_draw_after_the_first(kind):
+    drawn = Stream(7, kind)
+    draws = [drawn.normal((3, 5)) for _ in range(6)]
+    stream = Stream(7, kind)
+    np.testing.assert_array_equal(stream.normal((3, 5)), draws[0])
+    np.testing.assert_array_equal(list(fresh_noise(stream, (3, 5), 3)), [draws[1], draws[3], draws[5]])
+
+
 # Guidance
 
 
@@ -376,3 +571,12 @@ def test_guidance():
     assert guided.dtype == jnp.float32
     np.testing.assert_array_equal(guided, [[2 + 5 * (3 - 2)], [1]])
     np.testing.assert_array_equal(guide(prediction, 1.0), [[3], [1]])
+
+
+def test_dynamic_guidance_by_hand():
+    np.testing.assert_array_equal(
+        dynamic(6.0, [1000, 500, 0], 1000), np.float32([1, 1 + 3 * (1 - np.cos(np.pi / 32)), 7])
+    )
+    scales = dynamic(6.0, make_schedule("cogvideox", 50, 1.0).timesteps, 50)
+    assert scales.shape == (50,) and scales.dtype == np.float32 and 1 <= scales.min() < 1.1 and 6.9 < scales.max() <= 7
+    np.testing.assert_allclose(scales[-1], 1 + 3 * (1 - np.cos(np.pi * (31 / 50) ** 5)), rtol=1e-6)

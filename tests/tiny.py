@@ -27,6 +27,7 @@ from pth_files import Ordered, write_pth
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from vidax.models.towers import t5_files
 from vidax.models.towers.clip_vision import CLIPVision
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import config, mapping
@@ -194,7 +195,8 @@ class Part:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         leaves = checkpoint_names(self.spec, self.mapping)
-        return {name: leaf.spec.stored_shape for leaf in leaves for name in leaf.names}
+        named = [(part_of(name), leaf.spec.stored_shape) for leaf in leaves for name in leaf.names]
+        return {name: (parts * shape[0], *shape[1:]) if shape else shape for (name, _, parts), shape in named}
 
 
 def transformer(config_file: Mapping[str, Any] = TRANSFORMER_CONFIG, dtype=np.float32) -> Part:
@@ -210,7 +212,7 @@ def vae(config_file: Mapping[str, Any] = VAE_CONFIG) -> Part:
 
 def text_encoder(config_file: Mapping[str, Any] = TEXT_ENCODER_CONFIG, dtype=np.float32) -> Part:
     spec = T5Encoder.spec(config.t5_config(config_file, "tiny"), dtype)
-    return Part(spec, mapping.UMT5_DIFFUSERS, "text_encoder/model.safetensors")
+    return Part(spec, t5_files.TRANSFORMERS, "text_encoder/model.safetensors")
 
 
 def image_encoder(config_file: Mapping[str, Any] = IMAGE_ENCODER_CONFIG, dtype=np.float32) -> Part:

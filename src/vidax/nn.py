@@ -9,6 +9,7 @@ Numerics: `dot` is the only matrix product. Operands are in the weight's dtype, 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, dataclass_transform
@@ -259,3 +260,41 @@ class Embedding:
     def __call__(self, ids: Any) -> Any:
         """Rows float32 [... D] of ids [...]: a host array where the table is the host's."""
         return self.weight[ids].astype(jnp.float32)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@module
+class MLP:
+    fc1: Linear
+    fc2: Linear
+    activation: str = static()
+
+    @staticmethod
+    def spec(
+        d_in: int,
+        hidden: int,
+        d_out: int,
+        dtype,
+        activation: str,
+        axes: tuple[Axis, Axis] = ("embed", "mlp"),
+    ):
+        fc1 = Linear.spec(d_in, hidden, axes, dtype)
+        return MLP(fc1, Linear.spec(hidden, d_out, axes[::-1], dtype), activation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = ACTIVATIONS[self.activation](self.fc1(x))
+        # Without the barrier XLA keeps it in float32 on v6e and computes the activation again for each tile of fc2.
+        return self.fc2(jax.lax.optimization_barrier(hidden.astype(self.fc2.weight.dtype)))
+
+
+def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:
+    """Sinusoidal embedding [... dim] of timesteps [...], cosines first (Vaswani et al. 2017)."""
+    frequencies = jnp.exp(-math.log(10000.0) * jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
+    angles = timesteps.astype(jnp.float32)[..., None] * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)

@@ -18,6 +18,7 @@ import tiny
 from test_goldens import PIXEL_TOLERANCE, TOLERANCE
 
 from parity import reference
+from vidax import nn
 from vidax.cli import main
 from vidax.errors import UserError
 from vidax.models.towers.t5 import T5Encoder
@@ -77,7 +78,7 @@ def test_exact_gelu_for_the_tanh_form(error, monkeypatch):
     """DiT: 13 times the tolerance, UMT5: 48 times."""
     gelu = jax.nn.gelu
     monkeypatch.setattr(jax.nn, "gelu", lambda x, approximate=True: gelu(x, approximate=not approximate))
-    monkeypatch.setitem(dit.ACTIVATIONS, "gelu_tanh", lambda x: gelu(x, approximate=False))
+    monkeypatch.setitem(nn.ACTIVATIONS, "gelu_tanh", lambda x: gelu(x, approximate=False))
     assert error() > TOLERANCE
 
 

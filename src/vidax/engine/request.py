@@ -96,7 +96,7 @@ class Request:
             "guidance_scale": self.guidance_scale,
             **({} if self.boundary_ratio is None else self.of_experts()),
             "flow_shift": self.sampler.shift,
-            "solver": solver_name(self.sampler),
+            "solver": self.sampler.solver.name,
             "sigma_grid": self.sampler.grid,
             "seed": self.seed,
             "noise": self.noise,
@@ -112,10 +112,6 @@ class Request:
             described[name] = ", ".join((picture.name, "x".join(map(str, picture.size)), *picture.notes))
             described[f"{name}_sha256"] = picture.digest
         return described | ({"fit": self.fit} if self.images else {})
-
-
-def solver_name(sampler: Sampler) -> str:
-    return "euler" if isinstance(sampler.solver, Euler) else f"unipc{sampler.solver.order}"
 
 
 def resolve(
@@ -362,10 +358,15 @@ def make_sampler(
     else:
         origin = "scheduler_config.json"
         sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
+        if (sampler.grid == "cogvideox") != (card.grid == "cogvideox"):
+            raise UserError(
+                f"{origin}: {model.scheduler['_class_name']} is not for {card.name}, whose network knows another kind "
+                "of noise levels; take the scheduler that the model came with"
+            )
         disputed = "flow_shift" in card.sources and sampler.shift != card.flow_shift
         other = f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}" if disputed else ""
         pick("flow_shift", shift, sampler.shift, origin + other)
-    name = pick("solver", solver, solver_name(sampler), origin)
+    name = pick("solver", solver, sampler.solver.name, origin)
     if solver == "euler":
         sampler = dataclasses.replace(sampler, solver=Euler())
     elif solver == "unipc" and isinstance(sampler.solver, Euler):

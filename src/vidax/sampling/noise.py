@@ -1,7 +1,7 @@
 """Seeded normal noise, made on the host, so that it does not depend on device, mesh or placement of the weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -14,47 +14,108 @@ Kind = Literal["torch", "jax"]
 SEEDS = 2**64
 
 
-def normal(shape: Sequence[int], seed: int, kind: Kind = "torch") -> np.ndarray:
-    """Standard normal noise of this shape, float32.
+class Stream:
+    """Successive draws of standard normal noise, float32, from one seed.
 
     seed: 0 to 2**64 - 1. Both kinds use its lower 32 bits only: seeds that agree in them give the same noise.
-    kind: "torch" is `torch.randn` with a CPU generator, which diffusers starts from, within 1e-6; "jax" is
-          `jax.random.normal` with the seed's key.
+    kind: "torch" is `torch.randn` with one CPU generator, which diffusers draws from, within 1e-6; "jax" is
+          `jax.random.normal` with the seed's key, into which later draws fold their number.
 
     Raises `UserError` for other seeds and kinds.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
-        raise UserError(
-            f"seed {seed!r}: a seed is a whole number from 0 to {SEEDS - 1}; "
-            "PyTorch takes a negative seed as seed + 2**64, so give that number to repeat its noise"
-        )
-    shape, seed = tuple(shape), seed % 2**32
-    if kind == "torch":
-        return _torch_normal(math.prod(shape), seed).reshape(shape)
-    if kind == "jax":
+
+    def __init__(self, seed: int, kind: Kind = "torch"):
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+            raise UserError(
+                f"seed {seed!r}: a seed is a whole number from 0 to {SEEDS - 1}; "
+                "PyTorch takes a negative seed as seed + 2**64, so give that number to repeat its noise"
+            )
+        if kind not in KINDS:
+            raise UserError(f"noise kind {kind!r} is unknown: choose torch or jax")
+        self._source = KINDS[kind](seed % 2**32)
+
+    def normal(self, shape: Sequence[int]) -> np.ndarray:
+        """The next draw."""
+        return self._source.normal(tuple(shape))
+
+    def skip(self, shape: Sequence[int]) -> None:
+        """Pass over the next draw, at a fraction of its cost."""
+        self._source.skip(tuple(shape))
+
+
+def normal(shape: Sequence[int], seed: int, kind: Kind = "torch") -> np.ndarray:
+    """The first draw of a stream."""
+    return Stream(seed, kind).normal(shape)
+
+
+def fresh_noise(stream: Stream, shape: Sequence[int], steps: int) -> Iterator[np.ndarray]:
+    """Noise for each step of the solver `DPM`, from the stream that made the initial noise.
+
+    As diffusers' `CogVideoXDPMScheduler` draws it: every step but the first draws twice, and the second draw is the one
+    that counts. (Its last step may draw once, where noise has no weight.)
+    """
+    for i in range(steps):
+        if i > 0:
+            stream.skip(shape)
+        yield stream.normal(shape)
+
+
+class _Jax:
+    """Draws by number: each has its own key."""
+
+    def __init__(self, seed: int):
+        self.seed, self.draws = seed, 0
+
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return np.asarray(jax.random.normal(jax.random.key(seed, impl="threefry2x32"), shape, np.float32))
-    raise UserError(f"noise kind {kind!r} is unknown: choose torch or jax")
+            key = jax.random.key(self.seed, impl="threefry2x32")
+            key = jax.random.fold_in(key, self.draws) if self.draws else key
+            self.draws += 1
+            return np.asarray(jax.random.normal(key, shape, np.float32))
+
+    def skip(self, shape: tuple[int, ...]) -> None:
+        self.draws += 1
 
 
-def _torch_normal(size: int, seed: int) -> np.ndarray:
-    """What PyTorch's `normal_` writes to a contiguous CPU tensor (aten/src/ATen/native/cpu/DistributionTemplates.h).
+class _Torch:
+    """What PyTorch's `normal_` writes to contiguous CPU tensors (aten/src/ATen/native/cpu/DistributionTemplates.h).
 
     NumPy's `RandomState` has the same generator, seeded alike, and promises to keep its stream.
     """
-    generator = np.random.RandomState(seed)
 
-    def words(*shape: int) -> np.ndarray:
-        return generator.randint(0, 2**32, shape, dtype=np.uint32)
+    def __init__(self, seed: int):
+        self.generator = np.random.RandomState(seed)
+        self.spare = np.empty(0, np.float32)  # the second value of a pair, kept for the next draw of fewer than 16
 
-    if size < 16:
-        return _normal_pairs(words((size + 1) // 2, 4))[:size]
-    uniform = _uniform(words(size))
-    if size % 16 == 0:
-        return _normal_blocks(uniform)
-    blocks = _normal_blocks(uniform[: size // 16 * 16])
-    last = _normal_blocks(_uniform(words(16)))  # drawn again, over the end of the last whole block
-    return np.concatenate([blocks[: size - 16], last])
+    def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        if size < 16:
+            return self._few(size).reshape(shape)
+        uniform = _uniform(self._words(size))
+        if size % 16 == 0:
+            return _normal_blocks(uniform).reshape(shape)
+        blocks = _normal_blocks(uniform[: size // 16 * 16])
+        last = _normal_blocks(_uniform(self._words(16)))  # drawn again, over the end of the last whole block
+        return np.concatenate([blocks[: size - 16], last]).reshape(shape)
+
+    def skip(self, shape: tuple[int, ...]) -> None:
+        size = math.prod(shape)
+        if size < 16:
+            self._few(size)
+        else:
+            self._words(size if size % 16 == 0 else size + 16)
+
+    def _few(self, size: int) -> np.ndarray:
+        pairs = max(0, size - len(self.spare) + 1) // 2
+        values = np.concatenate([self.spare, _normal_pairs(self._words(pairs, 4))])
+        self.spare = values[size:]
+        return values[:size]
+
+    def _words(self, *shape: int) -> np.ndarray:
+        return self.generator.randint(0, 2**32, shape, dtype=np.uint32)
+
+
+KINDS: dict[Kind, type[_Torch] | type[_Jax]] = {"torch": _Torch, "jax": _Jax}
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:

@@ -17,10 +17,11 @@ One step, with `clean` the prediction of the noise-free latents and `past` those
     corrected = correct . (sample, previous corrected sample, clean, *past)
     sample    = advance . (corrected, clean, *past)
 
-Latents only meet scalars and each other elementwise, so any shape and any sharding passes through.
+A solver that adds noise has one more column, its weight in `sample`, and each step is given fresh noise. What the
+network predicts only shows in `denoise`: the flow velocity, which is noise - clean, or v, which is
+sqrt(alpha) * noise - sqrt(1 - alpha) * clean.
 
-Room to grow: a solver that adds noise (DDIM with eta, ancestral DPM++) is one more column, the weight of fresh noise in
-`advance`; a network that predicts the noise or v instead of the flow velocity fills `denoise` differently.
+Latents only meet scalars and each other elementwise, so any shape and any sharding passes through.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ import numpy as np
 
 from vidax.errors import UserError
 from vidax.nn import module
-from vidax.sampling.schedules import Schedule
+from vidax.sampling.schedules import AlphaSchedule, Schedule
 
 
 @module
@@ -44,6 +45,7 @@ class SolverTable:
     denoise: Any  # [steps, 2]
     correct: Any  # [steps, 3 + past]
     advance: Any  # [steps, 2 + past]
+    noise: Any = None  # [steps], the weight of fresh noise; None of solvers that add none
 
     @property
     def steps(self) -> int:
@@ -74,11 +76,17 @@ def initial_state(table: SolverTable, sample: jax.Array | np.ndarray) -> SolverS
     return SolverState(sample, jnp.zeros_like(sample), tuple(jnp.zeros_like(sample) for _ in range(table.past)))
 
 
-def step(row: SolverTable, state: SolverState, output: jax.Array) -> SolverState:
-    """Apply one row of a table to the network's output for `state.sample` at `row.timestep`."""
+def step(row: SolverTable, state: SolverState, output: jax.Array, noise: jax.Array | None = None) -> SolverState:
+    """Apply one row of a table to the network's output for `state.sample` at `row.timestep`.
+
+    noise: standard normal, of the sample's shape, where the table has weights for it.
+    """
+    assert (noise is None) == (row.noise is None), "fresh noise is for solvers that add it"
     clean = _combine(row.denoise, state.sample, output.astype(jnp.float32))
     corrected = _combine(row.correct, state.sample, state.corrected, clean, *state.past)
     sample = _combine(row.advance, corrected, clean, *state.past)
+    if noise is not None:
+        sample = sample + row.noise * noise.astype(jnp.float32)
     return SolverState(sample, corrected, (clean, *state.past)[: len(state.past)])
 
 
@@ -94,6 +102,8 @@ def _combine(weights: jax.Array, *terms: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Euler:
     """Euler's method on the flow: sample + (next sigma - sigma) * velocity, written with the clean prediction."""
+
+    name = "euler"
 
     def table(self, schedule: Schedule) -> SolverTable:
         """Coefficients for a network that predicts the flow velocity (noise - clean)."""
@@ -118,6 +128,10 @@ class UniPC:
 
     order: int = 2
     uncorrected_steps: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"unipc{self.order}"
 
     def __post_init__(self):
         if self.order not in (1, 2, 3):
@@ -150,7 +164,64 @@ class UniPC:
         return _flow_table(schedule, correct, advance)
 
 
-Solver = Euler | UniPC
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DDIM:
+    """DDIM without added noise (arXiv:2010.02502, eta 0), as in diffusers' `CogVideoXDDIMScheduler`."""
+
+    name = "ddim"
+
+    def table(self, schedule: AlphaSchedule) -> SolverTable:
+        """Coefficients for a network that predicts v: what the prediction takes for noise keeps its direction."""
+        ratio = np.sqrt((1 - schedule.next_alphas) / (1 - schedule.alphas))
+        clean = np.sqrt(schedule.next_alphas) - np.sqrt(schedule.alphas) * ratio
+        return _v_table(schedule, np.stack([ratio, clean], axis=1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPM:
+    """SDE-DPM-Solver++ of second order (arXiv:2211.01095), as in diffusers' `CogVideoXDPMScheduler`.
+
+    A step replaces part of the noise with fresh noise. The first has no past and is of first order; so is a step to
+    alpha 1, whose result is the clean prediction itself.
+    """
+
+    name = "dpm"
+
+    def table(self, schedule: AlphaSchedule) -> SolverTable:
+        """Coefficients for a network that predicts v.
+
+        Of the noise after a step, `kept` is the part of the variance that was there before: exp(-2h), with h the length
+        of the step in the solver's time, log(alpha / (1 - alpha)) / 2. Written with alphas it is finite where h is not:
+        0 for steps from alpha 0 (pure noise) and to alpha 1.
+        """
+        alphas, ends = schedule.alphas, schedule.next_alphas
+        ratio = (1 - ends) / (1 - alphas)
+        kept = ratio * alphas / ends
+        clean = np.sqrt(ends) * (1 - kept)
+        extrapolated = np.zeros(schedule.steps)  # by how much of the difference from the previous prediction
+        for i in range(1, schedule.steps):
+            if ends[i] < 1:
+                before, start, end = _log_snr(alphas[i - 1]), _log_snr(alphas[i]), _log_snr(ends[i])
+                extrapolated[i] = (end - start) / (2 * (start - before))
+        sample = ratio * np.sqrt(alphas / ends)
+        advance = np.stack([sample, clean * (1 + extrapolated), -clean * extrapolated], axis=1)
+        return _v_table(schedule, advance, np.sqrt((1 - ends) * (1 - kept)))
+
+
+Solver = Euler | UniPC | DDIM | DPM
+
+
+def _v_table(schedule: AlphaSchedule, advance: np.ndarray, noise: np.ndarray | None = None) -> SolverTable:
+    """Round to float32; the clean prediction of v is sqrt(alpha) * sample - sqrt(1 - alpha) * v."""
+    denoise = np.stack([np.sqrt(schedule.alphas), -np.sqrt(1 - schedule.alphas)], axis=1)
+    correct = np.zeros((schedule.steps, 1 + advance.shape[1]))
+    correct[:, 0] = 1
+    return jax.tree.map(np.float32, SolverTable(schedule.timesteps, denoise, correct, advance, noise))
+
+
+def _log_snr(alpha: float) -> float:
+    """Half the logarithm of the signal-to-noise ratio, the solver's time; minus infinity where there is no signal."""
+    return -math.inf if alpha == 0 else (math.log(alpha) - math.log1p(-alpha)) / 2
 
 
 def _flow_table(schedule: Schedule, correct: np.ndarray, advance: np.ndarray) -> SolverTable:

@@ -1,9 +1,10 @@
-"""The UMT5 text encoder (Chung et al. 2023): a T5 v1.1 encoder with a position bias table in every layer.
+"""The text encoders T5 v1.1 (Raffel et al. 2020) and UMT5 (Chung et al. 2023), which differ in their position biases:
+all layers of T5 share one table, each layer of UMT5 has its own.
 
 Unusual about this network: attention scores are not scaled by the head size; there are no biases; padding is masked
 as keys.
 
-Source: transformers' UMT5EncoderModel and Wan-Video/Wan2.1, wan/modules/t5.py.
+Source: transformers' T5EncoderModel and UMT5EncoderModel, and Wan-Video/Wan2.1, wan/modules/t5.py.
 """
 
 import dataclasses
@@ -32,7 +33,17 @@ class T5Config:
     layers: int = 24
     buckets: int = 32
     max_distance: int = 128
+    shared_bias: bool = False  # one table of position biases for all layers
     eps: float = 1e-6
+
+
+# google/t5-v1_1-xxl, config.json
+T5_XXL = T5Config(vocabulary=32128, shared_bias=True)
+
+
+def bias_table(c: T5Config) -> Spec:
+    """Position biases [buckets N]."""
+    return Spec((c.buckets, c.heads), (None, ("tower", c.heads)), jnp.float32, fan_in(c.dim))
 
 
 @module
@@ -41,7 +52,7 @@ class SelfAttention:
     k: Linear
     v: Linear
     o: Linear
-    relative_attention_bias: Any  # [buckets N], float32
+    relative_attention_bias: Any  # [buckets N], float32, or None where the layers share one
     heads: int = static()
 
     @staticmethod
@@ -50,17 +61,15 @@ class SelfAttention:
         heads = ("tower", c.heads)
         q, k, v = (Linear.spec(c.dim, inner, (None, heads), dtype, bias=False) for _ in range(3))
         o = Linear.spec(inner, c.dim, (heads, None), dtype, bias=False)
-        table = Spec((c.buckets, c.heads), (None, heads), jnp.float32, fan_in(c.dim))
-        return SelfAttention(q, k, v, o, table, c.heads)
+        return SelfAttention(q, k, v, o, None if c.shared_bias else bias_table(c), c.heads)
 
-    def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
-        """x [B S D]; keys at and beyond lengths [B] are masked; buckets [S S] index the bias table."""
+    def __call__(self, x: jax.Array, lengths: jax.Array, bias: jax.Array) -> jax.Array:
+        """x [B S D]; keys at and beyond lengths [B] are masked; bias [N S S] is added to the scores."""
         dtype = self.q.weight.dtype
         heads = [
             rearrange(project(x), "b s (n k) -> b s n k", n=self.heads).astype(dtype)
             for project in (self.q, self.k, self.v)
         ]
-        bias = rearrange(self.relative_attention_bias[buckets], "l s n -> n l s")
         out = attention(*heads, kv_lengths=lengths, bias=bias, scale=1.0, split="heads")
         return self.o(rearrange(out, "b s n k -> b s (n k)"))
 
@@ -93,8 +102,8 @@ class Block:
         norm1, norm2 = RMSNorm.spec(c.dim, c.eps), RMSNorm.spec(c.dim, c.eps)
         return Block(norm1, SelfAttention.spec(c, dtype), norm2, GatedMLP.spec(c, dtype))
 
-    def __call__(self, x: jax.Array, lengths: jax.Array, buckets: jax.Array) -> jax.Array:
-        x = everywhere(x + self.attention(self.norm1(x), lengths, buckets))
+    def __call__(self, x: jax.Array, lengths: jax.Array, bias: jax.Array) -> jax.Array:
+        x = everywhere(x + self.attention(self.norm1(x), lengths, bias))
         return everywhere(x + self.mlp(self.norm2(x)))
 
 
@@ -103,6 +112,7 @@ class T5Encoder:
     token_embedding: Any  # an Embedding; None in programs, for which its rows are looked up on the host
     blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
     norm: RMSNorm
+    relative_attention_bias: Any  # [buckets N], float32, or None where each layer has its own
     config: T5Config = static()
 
     @staticmethod
@@ -111,12 +121,15 @@ class T5Encoder:
         float32.
         """
         embedding = Embedding.spec(c.vocabulary, c.dim, dtype)
-        return T5Encoder(embedding, stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps), c)
+        blocks, norm = stack(Block.spec(c, dtype), c.layers), RMSNorm.spec(c.dim, c.eps)
+        return T5Encoder(embedding, blocks, norm, bias_table(c) if c.shared_bias else None, c)
 
     def block(self, layer: Block, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """One layer on tokens [B S D]."""
-        buckets = relative_buckets(x.shape[1], self.config.buckets, self.config.max_distance)
-        return layer(x, lengths, jnp.asarray(buckets))
+        c = self.config
+        table = self.relative_attention_bias if c.shared_bias else layer.attention.relative_attention_bias
+        bias = table[jnp.asarray(relative_buckets(x.shape[1], c.buckets, c.max_distance))]
+        return layer(x, lengths, rearrange(bias, "l s n -> n l s"))
 
     def finish(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
         """Embeddings [B S D] float32 from what the last layer gives, zero past the lengths [B]."""

@@ -12,8 +12,10 @@ from typing import Any
 from vidax.errors import UserError
 from vidax.models.towers.clip_vision import CLIPVisionConfig
 from vidax.models.towers.t5 import T5Config
+from vidax.models.towers.t5_files import read_config
 from vidax.models.wan.dit import DiTConfig
 from vidax.models.wan.vae import VAEConfig
+from vidax.weights.configs import NOTHING, merge
 
 WAN21_1_3B = DiTConfig(dim=1536, layers=30, heads=12, mlp_dim=8960)
 WAN21_14B = DiTConfig(dim=5120, layers=40, heads=40, mlp_dim=13824)
@@ -72,8 +74,6 @@ PUBLISHED = {
     WAN22_5B: WAN22_VAE,
 }
 
-NOTHING: Mapping[str, Any] = {}
-
 TEXT_TOKENS = 512  # text_len in wan/configs/shared_config.py
 
 # sample_neg_prompt in wan/configs/shared_config.py
@@ -108,7 +108,6 @@ VAE22_FIXED = {
     "in_channels": (3 * WAN22_VAE.patch**2,),
     "out_channels": (3 * WAN22_VAE.patch**2,),
 }
-T5_FIXED = {"model_type": ("umt5",), "feed_forward_proj": ("gated-gelu",)}
 CLIP_FIXED = {"model_type": ("clip_vision_model",), "hidden_act": ("gelu",), "num_channels": (3,)}
 
 # Keys of a config.json to our fields.
@@ -129,17 +128,6 @@ VAE_KEYS = {
     "latents_std": "latents_std",
 }
 VAE22_KEYS = {**VAE_KEYS, "decoder_base_dim": "decoder_base_dim"}
-T5_KEYS = {
-    "vocab_size": "vocabulary",
-    "d_model": "dim",
-    "d_kv": "head_size",
-    "num_heads": "heads",
-    "d_ff": "mlp_dim",
-    "num_layers": "layers",
-    "relative_attention_num_buckets": "buckets",
-    "relative_attention_max_distance": "max_distance",
-    "layer_norm_epsilon": "eps",
-}
 CLIP_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "layers",
@@ -158,7 +146,7 @@ def dit_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] 
     file: what errors call it. numbers: fields that are known from the tensors; the file must agree with them, and
     where it is silent they stand. Without a file the head size is that of the published models.
     """
-    values = _merge(config, DIT_KEYS, DIT_FIXED, file, numbers)
+    values = merge(config, DIT_KEYS, DIT_FIXED, file, numbers, "Wan")
     head_size = values.pop("head_size", None)
     if "heads" not in values:
         values["heads"] = _usual_heads(values, file)
@@ -189,9 +177,9 @@ def vae_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] 
     file nor the tensors say is that of `WAN22_VAE`, or of `WAN21_VAE` its latent statistics.
     """
     if numbers.get("residual", config.get("is_residual", False)):
-        stated = _merge(config, VAE22_KEYS, VAE22_FIXED, file, numbers, "the autoencoder of Wan 2.2")
+        stated = merge(config, VAE22_KEYS, VAE22_FIXED, file, numbers, "the autoencoder of Wan 2.2")
         return _checked(dataclasses.replace(WAN22_VAE, **stated), file)
-    stated = _merge(config, VAE_KEYS, VAE_FIXED, file, numbers, "the autoencoder of Wan 2.1")
+    stated = merge(config, VAE_KEYS, VAE_FIXED, file, numbers, "the autoencoder of Wan 2.1")
     statistics = {"latents_mean": WAN21_VAE.latents_mean, "latents_std": WAN21_VAE.latents_std}
     return _checked(VAEConfig(**statistics | stated), file)
 
@@ -205,34 +193,10 @@ def _checked(parsed: VAEConfig, file: str) -> VAEConfig:
 
 def t5_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> T5Config:
     """The text encoder of a transformers `text_encoder/config.json`; arguments as in `dit_config`."""
-    return T5Config(**_merge(config, T5_KEYS, T5_FIXED, file, numbers))
+    return read_config(config, file, numbers, model_type="umt5", model="Wan")
 
 
 def clip_config(config: Mapping[str, Any], file: str, numbers: Mapping[str, Any] = NOTHING) -> CLIPVisionConfig:
     """The image encoder of a transformers `image_encoder/config.json`; arguments as in `dit_config`."""
-    stated = _merge(config, CLIP_KEYS, CLIP_FIXED, file, numbers, "the image encoder of Wan 2.1")
+    stated = merge(config, CLIP_KEYS, CLIP_FIXED, file, numbers, "the image encoder of Wan 2.1")
     return CLIPVisionConfig(**stated)
-
-
-def _merge(
-    config: Mapping[str, Any],
-    keys: Mapping[str, str],
-    fixed: Mapping[str, tuple[Any, ...]],
-    file: str,
-    numbers: Mapping[str, Any],
-    model: str = "Wan",
-) -> dict[str, Any]:
-    """Our fields from the file and from the tensors, which must agree."""
-    for key, wanted in fixed.items():
-        if (value := config.get(key, wanted[0])) not in wanted:
-            raise UserError(f"{file}: {key} is {value!r}; {model} needs {' or '.join(map(repr, wanted))}")
-    values = dict(numbers)
-    for key, field in keys.items():
-        if (value := config.get(key)) is None:
-            continue
-        value = tuple(value) if isinstance(value, list) else value
-        if values.setdefault(field, value) != value:
-            raise UserError(
-                f"{file}: {key} is {value}, but the tensors beside it have {values[field]}; take both from one model"
-            )
-    return values

@@ -10,19 +10,31 @@ Source: Wan-Video/Wan2.1 and Wan2.2, wan/modules/model.py. Names of parameters f
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vidax.nn import LayerNorm, Linear, RMSNorm, Spec, fan_in, gathered, module, on_device, stack, standardize, static
+from vidax.nn import (
+    MLP,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Spec,
+    fan_in,
+    gathered,
+    module,
+    on_device,
+    sinusoid,
+    stack,
+    standardize,
+    static,
+)
 from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import grid_table, rotate
-from vidax.parallel.rules import Axis, constrain, everywhere, parts
+from vidax.parallel.rules import constrain, everywhere, parts
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -53,37 +65,6 @@ class DiTConfig:
         """Channels of a head that carry the frame, row and column position."""
         spatial = 2 * (self.head_size // 6)
         return self.head_size - 2 * spatial, spatial, spatial
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-
-
-@module
-class MLP:
-    fc1: Linear
-    fc2: Linear
-    activation: str = static()
-
-    @staticmethod
-    def spec(
-        d_in: int,
-        hidden: int,
-        d_out: int,
-        dtype,
-        activation: str,
-        axes: tuple[Axis, Axis] = ("embed", "mlp"),
-    ):
-        fc1 = Linear.spec(d_in, hidden, axes, dtype)
-        return MLP(fc1, Linear.spec(hidden, d_out, axes[::-1], dtype), activation)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = ACTIVATIONS[self.activation](self.fc1(x))
-        # Without the barrier XLA keeps it in float32 on v6e and computes the activation again for each tile of fc2.
-        return self.fc2(jax.lax.optimization_barrier(hidden.astype(self.fc2.weight.dtype)))
 
 
 @module
@@ -336,13 +317,6 @@ class Tokens:
 def residual(x: jax.Array) -> jax.Array:
     """Tokens [B L D] as they lie between the layers."""
     return constrain(x, "batch", "tokens", None)
-
-
-def sinusoid(timesteps: jax.Array, dim: int) -> jax.Array:
-    """Sinusoidal embedding [... dim] of timesteps [...], cosines first (Vaswani et al. 2017)."""
-    frequencies = jnp.exp(-math.log(10000.0) * jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
-    angles = timesteps.astype(jnp.float32)[..., None] * frequencies
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
 
 
 def step_flops(c: DiTConfig, tokens: int, text_tokens: int = 512, image_tokens: int = 0) -> float:

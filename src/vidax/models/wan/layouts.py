@@ -9,6 +9,7 @@ import itertools
 import math
 from typing import Any
 
+from vidax.models.towers import t5_files
 from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import mapping
@@ -110,20 +111,6 @@ def image_encoder_numbers(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def text_encoder_numbers(shapes: Shapes) -> dict[str, Any]:
-    vocabulary, dim = shapes.shape("token_embedding.weight", 2)
-    buckets, heads = shapes.shape("blocks.attention.relative_attention_bias", 2)
-    return {
-        "vocabulary": vocabulary,
-        "dim": dim,
-        "layers": shapes.layers("blocks.norm1.weight"),
-        "heads": heads,
-        "head_size": shapes.shape("blocks.attention.q.weight", 2)[0] // heads,
-        "mlp_dim": shapes.shape("blocks.mlp.gate.weight", 2)[0],
-        "buckets": buckets,
-    }
-
-
 TRANSFORMER = Kind(
     title="transformer",
     layouts=(
@@ -208,11 +195,11 @@ TEXT_ENCODER = Kind(
                 "encoder.block.0.layer.0.SelfAttention.q.weight",
                 "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
             ),
-            names=lambda config: mapping.UMT5_DIFFUSERS,
+            names=lambda config: t5_files.TRANSFORMERS,
         ),
     ),
     classes=("umt5",),
-    numbers=text_encoder_numbers,
+    numbers=t5_files.numbers,
     limits={},
     config=t5_config,
     spec=T5Encoder.spec,

@@ -5,7 +5,7 @@ Repacks for single files keep one of these layouts, mostly behind a prefix (`Map
 
 A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
 layer's number. Sources: diffusers' transformer_wan.py and autoencoder_kl_wan.py; Wan-Video/Wan2.1, wan/modules;
-transformers' modeling_umt5.py and modeling_clip.py.
+transformers' modeling_clip.py. The names that transformers gives the text encoder are in towers/t5_files.py.
 """
 
 import re
@@ -122,23 +122,6 @@ def vae_official(c: VAEConfig) -> Mapping:
         )
     )
 
-
-UMT5_DIFFUSERS = Mapping(
-    renames=(
-        (r"^token_embedding", "shared"),
-        (r"^norm\.", "encoder.final_layer_norm."),
-        (r"^blocks\.", "encoder.block.{}."),
-        (r"\.norm1\.", ".layer.0.layer_norm."),
-        (r"\.attention\.relative_attention_bias$", ".layer.0.SelfAttention.relative_attention_bias.weight"),
-        (r"\.attention\.", ".layer.0.SelfAttention."),
-        (r"\.norm2\.", ".layer.1.layer_norm."),
-        (r"\.mlp\.gate\.", ".layer.1.DenseReluDense.wi_0."),
-        (r"\.mlp\.up\.", ".layer.1.DenseReluDense.wi_1."),
-        (r"\.mlp\.down\.", ".layer.1.DenseReluDense.wo."),
-    ),
-    skips=((r"^spiece_model$", "the tokenizer, read by towers/tokenizer.py"),),
-    aliases=(("shared.weight", "encoder.embed_tokens.weight"),),
-)
 
 UMT5_OFFICIAL = Mapping(
     renames=(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from vidax.models.autoencoder import strips
 from vidax.models.interface import Footprint
 from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import Block as T5Block
@@ -22,7 +23,7 @@ from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.condition import Given
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import Block, Context, DiT, DiTConfig, Tokens
-from vidax.models.wan.vae import Decoder, Encoder, VAEConfig, strips
+from vidax.models.wan.vae import Decoder, Encoder, VAEConfig
 from vidax.nn import Spec, abstract, map_specs, placement
 from vidax.parallel.rules import everywhere, sharding
 from vidax.sampling.guidance import guide

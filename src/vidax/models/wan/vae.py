@@ -21,12 +21,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange, repeat
 
-from vidax.nn import Linear, Spec, fan_in, module, ones, static, zeros
+from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, in_strips
+from vidax.nn import Linear, Spec, module, ones, static
 from vidax.ops.attention import attention
 from vidax.ops.conv import conv3d
-from vidax.parallel.rules import Axis, constrain
-
-Cache = Any  # a pytree of past frames; None before the first chunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,62 +69,6 @@ class Norm:
     def __call__(self, x: jax.Array) -> jax.Array:
         length = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
         return x / jnp.maximum(length, 1e-12) * (x.shape[-1] ** 0.5 * self.gamma)
-
-
-def _conv_weight(d_in: int, d_out: int, kernel: tuple[int, ...]) -> Spec:
-    """A convolution weight, channels last; PyTorch stores [out, in, *kernel]."""
-    rank, size = len(kernel), d_in
-    for k in kernel:
-        size *= k
-    shape, order = (*kernel, d_in, d_out), (*range(2, 2 + rank), 1, 0)
-    return Spec(shape, (None,) * (rank + 2), jnp.float32, fan_in(size), stored=(d_out, d_in, *kernel), transpose=order)
-
-
-@module
-class CausalConv3d:
-    weight: Any  # [kt kh kw in out]
-    bias: Any  # [out]
-
-    @staticmethod
-    def spec(d_in: int, d_out: int, kernel: tuple[int, int, int] = (3, 3, 3)):
-        return CausalConv3d(_conv_weight(d_in, d_out, kernel), Spec((d_out,), (None,), jnp.float32, zeros))
-
-    def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """x [B F H W C] with the frames before it in `cache` (zeros if None); returns the result and the next cache."""
-        kt, kh, kw = self.weight.shape[:3]
-        past = jnp.zeros((x.shape[0], kt - 1, *x.shape[2:]), x.dtype) if cache is None else cache
-        y = conv3d(
-            jnp.concatenate([past, x], axis=1), self.weight, padding=((0, 0), (kh // 2, kh // 2), (kw // 2, kw // 2))
-        )
-        # The next cache waits for the result, so that it can be written over this one instead of beside it.
-        past, x, y = jax.lax.optimization_barrier((past, x, y))
-        return y + self.bias, _latest(past, x)
-
-
-def _latest(past: jax.Array, x: jax.Array) -> jax.Array:
-    """The last frames of `past` and then `x`, as many as `past` has."""
-    keep = past.shape[1] - x.shape[1]
-    if keep <= 0:
-        return x[:, -keep:]
-    past = jax.lax.dynamic_update_slice_in_dim(past, past[:, x.shape[1] :], 0, axis=1)
-    return jax.lax.dynamic_update_slice_in_dim(past, x, keep, axis=1)
-
-
-@module
-class Conv2d:
-    weight: Any  # [kh kw in out]
-    bias: Any  # [out]
-    stride: int = static()
-
-    @staticmethod
-    def spec(d_in: int, d_out: int, stride: int = 1):
-        return Conv2d(_conv_weight(d_in, d_out, (3, 3)), Spec((d_out,), (None,), jnp.float32, zeros), stride)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Frame by frame. At stride 2 the padding is on the bottom and right only."""
-        pad = (1, 1) if self.stride == 1 else (0, 1)
-        stride = (1, self.stride, self.stride)
-        return conv3d(x, self.weight[None], stride=stride, padding=((0, 0), pad, pad)) + self.bias
 
 
 @module
@@ -229,41 +171,22 @@ class MidBlock:
         return x, (past1, past2)
 
 
-def _chain(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
-    """Run layers of the form (x, cache) -> (x, cache) one after the other."""
-    after = []
-    for layer, cache in zip(layers, caches or (None,) * len(layers), strict=True):
-        x, cache = layer(in_strips(x), cache)
-        after.append(jax.tree.map(in_strips, cache))
-    return in_strips(x), tuple(after)
-
-
 def _frame_by_frame(layers, x: jax.Array, caches: Cache) -> tuple[jax.Array, Cache]:
-    """`_chain` for layers that give a frame for a frame, one frame of the chunk after the other.
+    """`chain` for layers that give a frame for a frame, one frame of the chunk after the other.
 
     It is the same computation, since all that frames know of each other is in the caches, which the scan carries along;
     but what lies between the layers is held for one frame instead of all, and where frames are large that is most of
     the memory a chunk takes beside its caches.
     """
     if x.shape[1] == 1:
-        return _chain(layers, x, caches)
+        return chain(layers, x, caches)
 
     def one(caches: Cache, frame: jax.Array) -> tuple[Cache, jax.Array]:
-        frame, caches = _chain(layers, frame[:, None], caches)
+        frame, caches = chain(layers, frame[:, None], caches)
         return caches, frame[:, 0]
 
     caches, frames = jax.lax.scan(one, caches, rearrange(x, "b f h w c -> f b h w c"))
     return in_strips(rearrange(frames, "f b h w c -> b f h w c")), caches
-
-
-def in_strips(x: jax.Array) -> jax.Array:
-    """Frames [B F H W C] cut along their longer side, a strip for each device: the same side at every resolution."""
-    return constrain(x, *strips(*x.shape[2:4]))
-
-
-def strips(height: int, width: int) -> tuple[Axis, ...]:
-    """The logical axes of frames of this size."""
-    return (None, None, "space", None, None) if height > width else (None, None, None, "space", None)
 
 
 @module
@@ -310,7 +233,7 @@ class DownBlock:
     shortcut: Average
 
     def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        y, cache = _chain((*self.resnets, *self.downsamplers), x, cache)
+        y, cache = chain((*self.resnets, *self.downsamplers), x, cache)
         return y + self.shortcut(x), cache
 
 
@@ -321,7 +244,7 @@ class UpBlock:
     shortcut: Duplicate | None  # in 2.2, around an upsampling
 
     def __call__(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        y, after = _chain((*self.resnets, *self.upsamplers), x, cache)
+        y, after = chain((*self.resnets, *self.upsamplers), x, cache)
         return y if self.shortcut is None else y + self.shortcut(x, first=cache is None), after
 
 
@@ -389,7 +312,7 @@ class Encoder:
         past1, past2 = cache or (None, None)
         x = patchify(frames, self.config.patch)
         x, past1 = _frame_by_frame((self.conv_in, *self.down_blocks[:full]), x, past1)
-        x, past2 = _chain((*self.down_blocks[full:], self.mid_block, self.out), x, past2)
+        x, past2 = chain((*self.down_blocks[full:], self.mid_block, self.out), x, past2)
         mean = self.quant_conv(x)[..., : self.config.latent_channels]
         return (mean - jnp.asarray(self.config.latents_mean)) / jnp.asarray(self.config.latents_std), (past1, past2)
 
@@ -434,7 +357,7 @@ class Decoder:
         z = latents * jnp.asarray(self.config.latents_std) + jnp.asarray(self.config.latents_mean)
         slow = len(self.up_blocks) - self.config.full_rate_levels
         past1, past2 = cache or (None, None)
-        x, past1 = _chain((self.conv_in, self.mid_block, *self.up_blocks[:slow]), self.post_quant_conv(z), past1)
+        x, past1 = chain((self.conv_in, self.mid_block, *self.up_blocks[:slow]), self.post_quant_conv(z), past1)
         x, past2 = _frame_by_frame((*self.up_blocks[slow:], self.out), x, past2)
         return jnp.clip(unpatchify(x, self.config.patch), -1.0, 1.0), (past1, past2)
 
