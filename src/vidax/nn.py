@@ -154,6 +154,17 @@ def on_device(specs, layer):
     return jax.tree.map(bring, specs, layer, is_leaf=is_spec)
 
 
+def through_layers(step: Callable[[Any, jax.Array], jax.Array], specs, layers, x: jax.Array) -> jax.Array:
+    """`x` after `step(layer, x)` for each layer of a stack. One that lies in host memory comes to the device for its
+    turn. `specs` describes a layer, unstacked.
+    """
+
+    def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return step(on_device(specs, layer), x), None
+
+    return jax.lax.scan(turn, x, layers)[0]
+
+
 def gathered(specs, layer):
     """One layer's weights whole along the dimensions that are split for storage, so that devices gather a layer when
     they come to it. `specs` describes the layer, unstacked.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vidax.media.files import record, write_json
+from vidax.media.image import to_float32
 from vidax.media.output import open_writer, to_uint8
 
 
@@ -54,4 +55,4 @@ def as_dtype(frames: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
     """Frames as uint8 or as float32 in [0, 1], whichever they are."""
     if frames.dtype == dtype:
         return frames
-    return to_uint8(frames * 2 - 1) if dtype == np.uint8 else frames.astype(np.float32) / 255
+    return to_uint8(frames * 2 - 1) if dtype == np.uint8 else to_float32(frames)

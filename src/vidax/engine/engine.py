@@ -27,7 +27,6 @@ from vidax.engine.work import (
     framed,
     require_same_jobs,
     seen,
-    streaming,
     waiting,
     warn,
     warn_of_cut,
@@ -248,8 +247,8 @@ class Engine:
             for _, ahead in turns:
                 ahead.close()
         for work in works:
-            if (share := work.metadata.get("streaming", {}).get("share_of_denoising", 0)) > WAITING:
-                warn(waiting(share, self.settle(work.job.request)), [work], progress)
+            if work.copies.share > WAITING:
+                warn(waiting(work.copies.share, self.settle(work.job.request)), [work], progress)
 
     def denoise_stage(
         self,
@@ -305,9 +304,8 @@ class Engine:
             raise
         if ring and before:
             moved, waited = ring.bytes_moved - before[0], ring.seconds_waited - before[1]
-            spent = time.perf_counter() - before[2]
-            earlier = work.metadata.get("streaming")
-            work.metadata["streaming"] = streaming(earlier, moved, waited, spent, len(steps))
+            work.copies.add(moved, waited, time.perf_counter() - before[2], len(steps))
+            work.metadata["streaming"] = work.copies.record()
 
     def clips(
         self, decoder: Part, works: Sequence[Work], timings: dict[str, float], progress: Progress

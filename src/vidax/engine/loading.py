@@ -3,6 +3,7 @@ experts, which is read while the first one works.
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,9 +68,8 @@ class Loader:
             with loading as advance, processes.in_step(self.mesh.is_multi_process):
                 return self.weights(part, residency, advance, waiting=kind)
 
-        if not self.one_by_one(residency):
-            return read(PINNED)
-        return self.in_turns(residency, pinned(name, works, progress, read))
+        unpinned = functools.partial(warn_unpinned, name, works, progress)
+        return self.in_turns(residency, pinned(read, unpinned) if self.one_by_one(residency) else read(PINNED))
 
     def weights(
         self,
@@ -118,14 +118,20 @@ class Loader:
         return dataclasses.replace(loaded, blocks=Ring(layers_apart(loaded.blocks, loaded.config.layers)))
 
 
-def pinned(name: str, works: Sequence[Work], progress: Progress, read: Callable[[str], Any]) -> Any:
-    """`read` with pinned host memory for what waits there, or without where there is none."""
+def pinned(read: Callable[[str], Any], unpinned: Callable[[Exception], None]) -> Any:
+    """`read` with pinned host memory for what waits there, or without where there is none, which `unpinned` is told."""
     try:
         return read(PINNED)
     except jax.errors.JaxRuntimeError as error:
-        layers = f"the layers of the {name} ({first_line(error)})"
-        warn(f"no pinned host memory for {layers}, so their copies may be slower", works, progress)
+        unpinned(error)
         return read(UNPINNED)
+
+
+def warn_unpinned(name: str, works: Sequence[Work], progress: Progress, error: Exception) -> None:
+    reason = str(error).partition("\n")[0]
+    warn(
+        f"no pinned host memory for the layers of the {name} ({reason}), so their copies may be slower", works, progress
+    )
 
 
 class Ahead:
@@ -138,6 +144,7 @@ class Ahead:
         self.loader, self.name, self.part, self.residency = loader, name, part, residency
         self._stop = threading.Event()
         self._read: Future | None = None
+        self._unpinned: list[Exception] = []  # why there is no pinned memory, which only `take` may say
 
     def start(self, works: Sequence[Work], progress: Progress) -> None:
         """Begin to read, once the other network is where it works: what is free now is free for this one."""
@@ -164,6 +171,8 @@ class Ahead:
         loading = phase(f"load {self.name}", parameter_bytes(self.part.spec), timings, progress)
         with loading, processes.in_step(self.loader.mesh.is_multi_process):
             loaded, self._read = self._read.result(), None
+            for error in self._unpinned:
+                warn_unpinned(self.name, works, progress, error)
             loaded = jax.tree.map(self._arrive, self.part.spec, loaded, is_leaf=is_spec)
         return self.loader.in_turns(self.residency, loaded)
 
@@ -175,14 +184,11 @@ class Ahead:
     def _weights(self) -> Any:
         if on_cpu(self.loader.mesh):
             return self.loader.weights(self.part, self.residency, self._go_on, waiting=PINNED)
-        kinds = [PINNED, UNPINNED]
-        while True:
-            kind = kinds.pop(0)
-            try:
-                return self.loader.weights(self.part, self.residency, self._go_on, waiting=kind, rest=kind)
-            except jax.errors.JaxRuntimeError:
-                if not kinds:
-                    raise
+
+        def read(kind: str) -> Any:
+            return self.loader.weights(self.part, self.residency, self._go_on, waiting=kind, rest=kind)
+
+        return pinned(read, self._unpinned.append)
 
     def _go_on(self, done: int) -> None:
         if self._stop.is_set():
@@ -196,7 +202,3 @@ class Ahead:
         return Apart(
             to_device(x) if move and isinstance(x, jax.Array) else x for x, move in zip(value, moves, strict=True)
         )
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -17,6 +17,7 @@ from vidax.sampling.solvers import Euler, UniPC
 
 SOLVERS = ("unipc", "euler")
 DEFAULT_SEED = 42
+IMAGES = ("image", "last_image")  # the fields of a request, in the order of its frames
 EXTREME = 3.0  # of a video's sides, one to the other
 
 
@@ -108,7 +109,7 @@ class Request:
 
     def of_images(self) -> dict[str, Any]:
         described: dict[str, Any] = {}
-        for name, picture in zip(("image", "last_image"), self.images, strict=False):
+        for name, picture in zip(IMAGES, self.images, strict=False):
             described[name] = ", ".join((picture.name, "x".join(map(str, picture.size)), *picture.notes))
             described[f"{name}_sha256"] = picture.digest
         return described | ({"fit": self.fit} if self.images else {})
@@ -151,7 +152,7 @@ def resolve(
     if not prompt.strip():
         raise UserError("the prompt is empty: say what the video shows, for example 'a red circle moves right'")
     images = open_images(card, model, image, last_image)
-    origins |= dict.fromkeys(("image", "last_image")[: len(images)], "given")
+    origins |= dict.fromkeys(IMAGES[: len(images)], "given")
     width, height = pick_size(pick, card, model, images, size)
     fit = pick_fit(pick, images, size, fit)
     check_size(width, height, model.size_multiple)

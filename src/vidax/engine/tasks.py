@@ -14,15 +14,13 @@ import numpy as np
 from vidax.engine.clip import Clip, as_dtype, tags
 from vidax.engine.engine import Engine
 from vidax.engine.jobs import Wish, each
-from vidax.engine.request import Request
+from vidax.engine.request import IMAGES, Request
 from vidax.engine.work import OF_THE_RUN, Job
 from vidax.errors import UserError
 from vidax.media.files import FrameWriter, free, json_text, names, record, slug, write_json
 from vidax.media.image import Picture
 from vidax.media.output import contact_sheet, open_writer, sheet_indices, write_png
 from vidax.parallel import processes
-
-IMAGES = ("image", "last_image")
 
 # A video that differs in these alone need not be made again.
 CIRCUMSTANCES = (*OF_THE_RUN, "mesh", "residency", "text_residency")

@@ -30,6 +30,34 @@ class Job:
 
 
 @dataclasses.dataclass
+class Copies:
+    """How the layers of a job's steps came to the device: bytes to each, seconds waited for, of seconds in all."""
+
+    moved: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def add(self, moved: int, waited: float, seconds: float, steps: int) -> None:
+        self.moved, self.waited = self.moved + moved, self.waited + waited
+        self.seconds, self.steps = self.seconds + seconds, self.steps + steps
+
+    @property
+    def share(self) -> float:
+        """Of the time, what was waited."""
+        return self.waited / self.seconds if self.steps else 0.0
+
+    def record(self) -> dict[str, float]:
+        return {
+            "bytes_per_step_and_device": self.moved // self.steps,
+            "seconds_waited": round(self.waited, 3),
+            "share_of_denoising": round(self.share, 3),
+            "seconds": round(self.seconds, 3),
+            "steps": self.steps,
+        }
+
+
+@dataclasses.dataclass
 class Work:
     """A job under way. `metadata` is its record, `error` what stopped it."""
 
@@ -37,11 +65,8 @@ class Work:
     metadata: dict[str, Any]
     state: Any = None  # of the solver between two experts, on the host
     latents: np.ndarray | None = None
+    copies: Copies = dataclasses.field(default_factory=Copies)
     error: Exception | None = None
-
-    @property
-    def steps(self) -> int:
-        return self.job.request.sampler.steps
 
     def awaits(self, stage: int) -> bool:
         """Whether there are steps for this transformer to take."""
@@ -89,21 +114,6 @@ def seen(request: Request) -> tuple:
 def framed(request: Request) -> tuple:
     """What of a request the autoencoder sees before there are latents."""
     return *seen(request), request.width, request.height, request.frames, request.fit
-
-
-def streaming(before: dict[str, float] | None, moved: int, waited: float, seconds: float, steps: int) -> dict:
-    """What of a job's record says how its layers came to the device; before: the same of another expert's steps."""
-    before = before or {"bytes_per_step_and_device": 0, "seconds_waited": 0.0, "seconds": 0.0, "steps": 0}
-    total = before["steps"] + steps
-    moved += int(before["bytes_per_step_and_device"] * before["steps"])
-    waited, seconds = waited + before["seconds_waited"], seconds + before["seconds"]
-    return {
-        "bytes_per_step_and_device": moved // total,
-        "seconds_waited": round(waited, 3),
-        "share_of_denoising": round(waited / seconds, 3),
-        "seconds": round(seconds, 3),
-        "steps": total,
-    }
 
 
 def warn_of_cut(prompt: str, tokens: int, works: Sequence[Work], progress: Progress) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vidax.engine.engine import DTYPES
-from vidax.engine.request import resolve
+from vidax.engine.request import IMAGES, resolve
 from vidax.errors import UserError
 from vidax.models.interface import Architecture
 from vidax.models.locate import describe
@@ -52,8 +52,8 @@ def pictures(card: Card, model: Architecture, wanted: Wanted) -> dict[str, Any]:
         raise UserError(f"{count} images: {card.name} takes {takes}; leave it out, or give a number that it takes")
     if not count:
         return {}
-    names = ("image", "last_image")[:count]
-    return {"size": wanted.fields.get("size") or card.size, **dict.fromkeys(names, np.zeros((1, 1, 3), np.uint8))}
+    images = dict.fromkeys(IMAGES[:count], np.zeros((1, 1, 3), np.uint8))
+    return {"size": wanted.fields.get("size") or card.size, **images}
 
 
 def plans(wanted: Wanted, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:

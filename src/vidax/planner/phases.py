@@ -179,7 +179,8 @@ def encode_images(model: Architecture, request: Request, target: Target, full: b
     weights, theirs = (device_weights(specs[name], target.mesh) for name in ("encoder", "decoder"))
     program = None if full else known(digest(specs["encoder"]), pixels, weights, target)
     if program is None and not full and (like := known(digest(specs["decoder"]), pixels, theirs, target)):
-        own, other = (sum(model.flops(request.video, jnp.float32)[name].values()) for name in ("encode", "decode"))
+        flops = model.flops(request.video, jnp.float32)
+        own, other = (sum(flops[name].values()) for name in ("encode", "decode"))
         program = dataclasses.replace(
             like,
             device_bytes=weights + like.device_bytes - theirs,

@@ -58,8 +58,7 @@ class Kind:
 
     title:   what errors call it.
     classes: what its `config.json` gives as `_class_name` or `model_type`; another file's is not its own.
-    numbers: what the shapes of its tensors say: fields of its config, and others that `limits` speaks of.
-    limits:  number to the only value that the family's code handles. Those that are no config fields end here.
+    numbers: what the shapes of its tensors say: fields of its config.
     config:  the config from (its `config.json` or {}, the file to name in errors, the numbers).
     spec:    the parameters for a config.
     """
@@ -68,7 +67,6 @@ class Kind:
     layouts: tuple[Layout, ...]
     classes: tuple[str, ...]
     numbers: Callable[["Shapes"], dict[str, Any]]
-    limits: Mapping[str, int]
     config: Callable[[Mapping[str, Any], str, Mapping[str, Any]], Any]
     spec: Callable[[Any], Any]
 
@@ -249,9 +247,6 @@ def read_component(catalogue: Catalogue, name: str, checkpoint: Checkpoint) -> C
         return dataclasses.replace(layout.names(config), prefix=prefix)
 
     numbers = held_config(checkpoint) if layout.ours else kind.numbers(Shapes(checkpoint, names(None)))
-    for label, wanted in kind.limits.items():
-        if numbers.get(label, wanted) != wanted:
-            raise UserError(f"{checkpoint.path}: {label} {numbers[label]}; {catalogue.title} takes {wanted}")
     stated, source = own_config(catalogue, kind, checkpoint.path)
     config = kind.config(stated, source, numbers)
     shapes = {tensor: part.shape for tensor, part in checkpoint.items()}

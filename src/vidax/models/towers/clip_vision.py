@@ -20,7 +20,7 @@ from PIL import Image
 
 from vidax.errors import UserError
 from vidax.media.image import stretch_bicubic
-from vidax.nn import LayerNorm, Linear, Spec, fan_in, module, stack, static
+from vidax.nn import MLP, LayerNorm, Linear, Spec, fan_in, module, stack, static
 from vidax.ops.attention import attention
 from vidax.parallel.rules import everywhere
 
@@ -71,21 +71,6 @@ class SelfAttention:
 
 
 @module
-class MLP:
-    fc1: Linear
-    fc2: Linear
-
-    @staticmethod
-    def spec(c: CLIPVisionConfig, dtype):
-        fc1 = Linear.spec(c.dim, c.mlp_dim, (None, "tower"), dtype)
-        return MLP(fc1, Linear.spec(c.mlp_dim, c.dim, ("tower", None), dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = jax.nn.gelu(self.fc1(x), approximate=False)  # float32 as it comes from the product
-        return self.fc2(hidden.astype(self.fc2.weight.dtype))
-
-
-@module
 class Block:
     norm1: LayerNorm
     attention: SelfAttention
@@ -95,7 +80,12 @@ class Block:
     @staticmethod
     def spec(c: CLIPVisionConfig, dtype):
         norm1, norm2 = LayerNorm.spec(c.dim, c.eps), LayerNorm.spec(c.dim, c.eps)
-        return Block(norm1, SelfAttention.spec(c, dtype), norm2, MLP.spec(c, dtype))
+        return Block(
+            norm1,
+            SelfAttention.spec(c, dtype),
+            norm2,
+            MLP.spec(c.dim, c.mlp_dim, c.dim, dtype, "gelu", (None, "tower")),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B S D] float32, the residual stream."""

@@ -26,11 +26,11 @@ from vidax.nn import (
     fan_in,
     gathered,
     module,
-    on_device,
     sinusoid,
     stack,
     standardize,
     static,
+    through_layers,
 )
 from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import grid_table, rotate
@@ -277,11 +277,10 @@ class DiT:
         """
         tokens = self.embed(latents, timesteps, given)
 
-        def step(x: jax.Array, layer: Block) -> tuple[jax.Array, None]:
-            layer = on_device(Block.spec(self.config, None), layer)
-            return self.block(layer, dataclasses.replace(tokens, x=x), context).x, None
+        def step(layer: Block, x: jax.Array) -> jax.Array:
+            return self.block(layer, dataclasses.replace(tokens, x=x), context).x
 
-        x, _ = jax.lax.scan(step, tokens.x, self.blocks)
+        x = through_layers(step, Block.spec(self.config, None), self.blocks, tokens.x)
         return self.finish(dataclasses.replace(tokens, x=x), latents)
 
 

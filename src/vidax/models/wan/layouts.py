@@ -133,7 +133,6 @@ TRANSFORMER = Kind(
     ),
     classes=("WanTransformer3DModel", "WanModel"),
     numbers=transformer_numbers,
-    limits={},
     config=dit_config,
     spec=DiT.spec,
 )
@@ -170,7 +169,6 @@ VAE_KIND = Kind(
     ),
     classes=("AutoencoderKLWan",),
     numbers=vae_numbers,
-    limits={},
     config=vae_config,
     spec=VAE.spec,
 )
@@ -200,7 +198,6 @@ TEXT_ENCODER = Kind(
     ),
     classes=("umt5",),
     numbers=t5_files.numbers,
-    limits={},
     config=t5_config,
     spec=T5Encoder.spec,
 )
@@ -235,7 +232,6 @@ IMAGE_ENCODER = Kind(
     ),
     classes=("clip_vision_model",),
     numbers=image_encoder_numbers,
-    limits={},
     config=clip_config,
     spec=CLIPVision.spec,
 )
