@@ -40,10 +40,10 @@ import jax
 import jax.numpy as jnp
 from step_estimate import mesh_of
 
+from vidax.models.programs import Known, lower_layer, lower_step
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan.config import TEXT_TOKENS, WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.dit import Block, DiT, DiTConfig
-from vidax.models.wan.programs import lower_layer, lower_step
 from vidax.models.wan.vae import Decoder, Encoder, VAEConfig
 from vidax.nn import abstract, named_leaves, placement
 from vidax.ops.attention import pallas_tpu
@@ -206,11 +206,12 @@ def compiled(setup: Setup) -> Record:
         return json.loads(file.read_text())
     config, mesh, topology = setup.config, mesh_of(setup.topology, setup.mesh), parse_topology(setup.topology)
     latents, place = (1, *setup.latents, config.in_channels), placement(mesh)
+    known = Known((TEXT_TOKENS, config.text_dim))
     if streamed:
-        program = lower_layer(config, latents, BRANCHES, mesh).compile()
+        program = lower_layer(DiT.spec(config), latents, BRANCHES, known, mesh).compile()
         own = program_bytes(program) - split_bytes(Block.spec(config, jnp.bfloat16), place)
     else:
-        program = lower_step(config, latents, branches=BRANCHES, past=0, mesh=mesh).compile()
+        program = lower_step(DiT.spec(config), latents, BRANCHES, known, mesh, past=0).compile()
         own = program_bytes(program) - split_bytes(DiT.spec(config, jnp.bfloat16), place)
     seconds = seconds_of(program.as_text(), topology, setup.devices) * (config.layers if streamed else 1)
     record = {"program": seconds.program, "links": seconds.links, "moves": seconds.moves, "activations": own}

@@ -16,13 +16,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 
 import jax.numpy as jnp
 
+from vidax.models.interface import Video
 from vidax.models.locate import describe
 from vidax.parallel import mesh as meshes
 from vidax.parallel.mesh import MeshShape
 from vidax.planner import phases, plan
 
 FILE = Path(phases.__file__).with_name("programs.json")
-WAN21, WAN22 = "wan2.1-t2v-14b", "wan2.2-ti2v-5b"  # one of the models that share an autoencoder
+# One of the models that share an autoencoder.
+WAN21, WAN22, COGVIDEOX = "wan2.1-t2v-14b", "wan2.2-ti2v-5b", "cogvideox1.5-5b"
 CASES = (
     (WAN21, "v5e-1", (1280, 720)),
     (WAN21, "v4-8", (1280, 720)),
@@ -34,6 +36,11 @@ CASES = (
     (WAN21, "v4-8", (832, 480)),
     (WAN21, "v5e-8", (832, 480)),
     (WAN21, "v6e-1", (832, 480)),
+    (COGVIDEOX, "v4-8", (1360, 768)),
+    (COGVIDEOX, "v6e-8", (1360, 768)),
+    (COGVIDEOX, "v4-8", (720, 480)),
+    (COGVIDEOX, "v6e-1", (720, 480)),
+    (COGVIDEOX, "v6e-1", (360, 240)),  # a tile
 )
 
 
@@ -44,7 +51,7 @@ def main() -> None:
     held = json.loads(FILE.read_text())
     rows = held["rows"] if held["versions"] == plan.versions() else []
     for network, name, (width, height) in CASES:
-        _, model = describe(network)
+        card, model = describe(network)
         specs = model.specs(jnp.float32)["decoder"]
         site = plan.there(name)
         assert site.topology is not None
@@ -56,7 +63,8 @@ def main() -> None:
             continue
         mesh = meshes.make(MeshShape(seq=count), site.devices)
         target = phases.Target(mesh=mesh, topology=site.topology, budget=None, compiles=True)
-        program, _ = phases.compiled(functools.partial(model.lower_decode, width, height, mesh), target)
+        video = Video(width, height, card.frames, branches=2)
+        program, _ = phases.compiled(functools.partial(model.lower_decode, video, mesh), target)
         rows.append(
             key
             | {

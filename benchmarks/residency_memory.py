@@ -23,12 +23,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 import jax.numpy as jnp
 from step_estimate import compile_step, mesh_of
 
-from vidax.models.wan.config import WAN21_14B, WAN21_VAE
-from vidax.models.wan.programs import footprint, lower_decode, lower_layer
+from vidax.models.interface import Video
+from vidax.models.locate import describe
 from vidax.planner.chips import parse_topology
 from vidax.weights.memory import program_bytes
 from vidax.weights.residency import RESIDENT, STREAMED, Residency
 
+MODEL = "wan2.1-t2v-14b"
 SIZES = ("832x480", "1280x720")
 SLICES = (
     ("v4-8", "seq=4"),
@@ -45,19 +46,19 @@ FRAMES = 81
 def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]]:
     width, height = map(int, size.split("x"))
     made = mesh_of(topology, mesh)
-    latents = (1, (FRAMES - 1) // 4 + 1, height // 8, width // 8, WAN21_14B.in_channels)
-    needs = footprint(WAN21_14B, latents, 2, jnp.bfloat16, made, lower_layer(WAN21_14B, latents, 2, made).compile())
+    (_, model), shape = describe(MODEL), (Video(width, height, FRAMES, branches=2), jnp.bfloat16, made)
+    needs = model.footprint(*shape, model.lower_layer(*shape).compile())
     limit = parse_topology(topology).chip.memory_bytes
     found = []
     for residency in (RESIDENT, Residency(1, 2), STREAMED):
         device = needs.total(residency)
         if step and residency in (RESIDENT, STREAMED):
             streams = residency == STREAMED
-            device = program_bytes(compile_step(WAN21_14B, (width, height), topology, mesh, FRAMES, streamed=streams))
+            device = program_bytes(compile_step(MODEL, (width, height), topology, mesh, FRAMES, streamed=streams))
         streamed = needs.layers - residency.count(needs.layers)
         found.append(
             {
-                "model": "wan2.1-t2v-14b",
+                "model": MODEL,
                 "size": size,
                 "frames": FRAMES,
                 "topology": topology,
@@ -72,12 +73,13 @@ def rows(size: str, topology: str, mesh: str, step: bool) -> list[dict[str, Any]
 
 def decode_row(size: str, topology: str, mesh: str) -> dict[str, Any]:
     width, height = map(int, size.split("x"))
-    made = mesh_of(topology, mesh)
+    made, (_, model) = mesh_of(topology, mesh), describe(MODEL)
+    program = model.lower_decode(Video(width, height, FRAMES, branches=2), made).compile()
     return {
         "model": "wan2.1-vae",
         "size": size,
         "topology": topology,
-        "device_gb": round(program_bytes(lower_decode(WAN21_VAE, (height // 8, width // 8), made).compile()) / 1e9, 2),
+        "device_gb": round(program_bytes(program) / 1e9, 2),
         "limit_gb": round(parse_topology(topology).chip.memory_bytes / 1e9, 2),
     }
 

@@ -20,17 +20,18 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from vidax.models.wan.config import WAN21_1_3B, WAN21_14B
-from vidax.models.wan.dit import DiTConfig, step_flops
-from vidax.models.wan.programs import lower_step
+from vidax.engine.request import card_sampler
+from vidax.models.interface import Video
+from vidax.models.locate import describe
+from vidax.models.wan.dit import step_flops
 from vidax.parallel import mesh as meshes
 from vidax.planner.chips import devices, parse_topology
 from vidax.planner.schedule import collectives, operations, seconds_of
 from vidax.weights.memory import program_bytes
 
-MODELS = {"wan2.1-t2v-1.3b": WAN21_1_3B, "wan2.1-t2v-14b": WAN21_14B}
 TEXT_TOKENS = 512
 
 
@@ -56,23 +57,24 @@ def mesh_of(topology: str, mesh: str) -> Mesh:
 
 
 def compile_step(
-    config: DiTConfig, size: tuple[int, int], topology: str, mesh: str, frames: int = 81, *, streamed: bool = False
+    model: str, size: tuple[int, int], topology: str, mesh: str, frames: int = 81, *, streamed: bool = False
 ) -> Any:
     """The compiled denoising step of a video of this (width, height) for a topology such as "v4:2x2x1"."""
-    latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, config.out_channels)
-    return lower_step(config, latents, branches=2, past=2, mesh=mesh_of(topology, mesh), streamed=streamed).compile()
+    card, architecture = describe(model)
+    table, video = card_sampler(card, card.steps, card.flow_shift).table(), Video(*size, frames, branches=2)
+    return architecture.lower_step(video, table, jnp.bfloat16, mesh_of(topology, mesh), streamed=streamed).compile()
 
 
 def estimate(model: str, size: str, topology: str, mesh: str, published: str = "") -> dict[str, Any]:
     """One row of the table."""
-    config, slice_ = MODELS[model], parse_topology(topology)
+    (card, _), slice_ = describe(model), parse_topology(topology)
     width, height = map(int, size.split("x"))
     start = time.perf_counter()
-    compiled = compile_step(config, (width, height), topology, mesh)
+    compiled = compile_step(model, (width, height), topology, mesh)
     compile_seconds = time.perf_counter() - start
     text = compiled.as_text()
     seconds = seconds_of(text, slice_, (parts := meshes.parse(mesh).devices))
-    flops = 2 * step_flops(config, 21 * (height // 16) * (width // 16), TEXT_TOKENS)
+    flops = 2 * step_flops(card.dit, 21 * (height // 16) * (width // 16), TEXT_TOKENS)
     row = {
         "model": model,
         "size": size,

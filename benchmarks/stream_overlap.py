@@ -27,9 +27,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported
 import jax.numpy as jnp
 from step_estimate import compile_step, mesh_of
 
-from vidax.models.wan.config import WAN21_14B
+from vidax.models.interface import Video
+from vidax.models.locate import describe
 from vidax.models.wan.dit import Block
-from vidax.models.wan.programs import lower_layer
 from vidax.nn import placement
 from vidax.planner.chips import parse_topology
 from vidax.planner.schedule import HOST_DONE, HOST_START, Operation, operation_seconds, operations, seconds_of
@@ -37,6 +37,7 @@ from vidax.weights.memory import split_bytes
 
 CASES = (("v4-8", "seq=4"), ("v5e-8", "seq=8"), ("v6e-8", "seq=8"))
 SIZES = ("832x480", "1280x720")
+MODEL = "wan2.1-t2v-14b"
 FRAMES = (81, 17)
 DEFAULT = "ring"
 
@@ -54,18 +55,18 @@ class Overlap:
 
 def ring(size: tuple[int, int], frames: int, topology: str, mesh: str) -> Overlap:
     made = mesh_of(topology, mesh)
-    latents = (1, (frames - 1) // 4 + 1, size[1] // 8, size[0] // 8, WAN21_14B.in_channels)
-    compiled = lower_layer(WAN21_14B, latents, 2, made).compile()
+    _, model = describe(MODEL)
+    compiled = model.lower_layer(Video(*size, frames, branches=2), jnp.bfloat16, made).compile()
     compute = seconds_of(compiled.as_text(), (slice_ := parse_topology(topology)), made.size).total
-    layer = split_bytes(Block.spec(WAN21_14B, jnp.bfloat16), placement(made))
+    layer = split_bytes(Block.spec(model.dit, jnp.bfloat16), placement(made))
     copy = layer / slice_.chip.host_link_bytes_per_second
-    layers = WAN21_14B.layers
+    layers = model.dit.layers
     return Overlap(compute=layers * compute, transfer=layers * copy, exposed=layers * max(0.0, copy - compute))
 
 
 def graph(size: tuple[int, int], frames: int, topology: str, mesh: str) -> Overlap:
     slice_, devices = parse_topology(topology), mesh_of(topology, mesh).size
-    compiled = compile_step(WAN21_14B, size, topology, mesh, frames, streamed=True)
+    compiled = compile_step(MODEL, size, topology, mesh, frames, streamed=True)
     return overlap(
         operations(compiled.as_text()),
         lambda op: operation_seconds(op, slice_, devices).total,

@@ -18,7 +18,8 @@ from PIL import Image
 from vidax import cli
 from vidax.engine import tasks
 from vidax.engine.engine import Engine
-from vidax.models.wan import pipeline
+from vidax.models import model
+from vidax.models.wan.pipeline import WanModel
 
 SMALL = ["--size", "32x32", "--frames", "5", "--steps", "2", "--quiet"]
 
@@ -368,7 +369,7 @@ def test_interrupt_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline.WanModel, "decode", interrupted)
+    monkeypatch.setattr(WanModel, "decode", interrupted)
     words = ["generate", "cat", "--model", str(folder), *SMALL, "--output", str(tmp_path / "x.mp4")]
     assert cli.main(words) == 130
     assert "interrupted; nothing was written" in capsys.readouterr().err
@@ -379,7 +380,7 @@ def test_interrupt_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_waits_for_the_end_of_a_step(folder, tmp_path, monkeypatch, capfd, quiet, times):
     """Once: the text is still encoded. Twice: it is not."""
-    run, encoded = pipeline.encode_leave, []
+    run, encoded = model.encode_leave, []
 
     def interrupted(*inputs):
         for _ in range(times):
@@ -387,7 +388,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step(folder, tmp_path, monkeypatch, capfd
         encoded.append(run(*inputs))
         return encoded[-1]
 
-    monkeypatch.setattr(pipeline, "encode_leave", interrupted)
+    monkeypatch.setattr(model, "encode_leave", interrupted)
     before = signal.getsignal(signal.SIGINT)
     words = ["generate", "cat", "--model", str(folder), *SMALL[:-1], *quiet, "--output", str(tmp_path / "x.mp4")]
     assert cli.main(words) == 130

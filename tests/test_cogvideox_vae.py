@@ -7,41 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_cogvideox
 from test_mesh import largest_error, on, random_parameters
 
 from vidax.errors import UserError
+from vidax.models.cogvideox.config import vae_config
+from vidax.models.cogvideox.layouts import vae_numbers
+from vidax.models.cogvideox.mapping import VAE_DIFFUSERS
 from vidax.models.cogvideox.vae import LATENT_FRAMES, VAE, GroupNorm, Moments, VAEConfig, blend, chunks, decode_tiles
-from vidax.models.cogvideox.vae_layout import VAE_DIFFUSERS, vae_config, vae_numbers
 from vidax.nn import init
 from vidax.weights import Checkpoint, Tensor
 from vidax.weights.layouts import Shapes
 
-CONFIG = {
-    "_class_name": "AutoencoderKLCogVideoX",
-    "act_fn": "silu",
-    "block_out_channels": [8, 16, 16, 24],
-    "in_channels": 3,
-    "invert_scale_latents": False,
-    "latent_channels": 4,
-    "latents_mean": None,
-    "latents_std": None,
-    "layers_per_block": 1,
-    "norm_eps": 1e-6,
-    "norm_num_groups": 4,
-    "out_channels": 3,
-    "sample_height": 96,  # tiles of 6 x 5 latents
-    "sample_width": 80,
-    "scaling_factor": 0.7,
-    "shift_factor": None,
-    "temporal_compression_ratio": 4,
-    "use_post_quant_conv": False,
-    "use_quant_conv": False,
-}
 TOLERANCE = 2e-5  # of the largest value
-
-
-def part(config=CONFIG) -> tiny.Part:
-    return tiny.Part(VAE.spec(vae_config(config, "tiny")), VAE_DIFFUSERS, "vae/diffusion_pytorch_model.safetensors")
 
 
 def in_chunks(coder, x, of: int):
@@ -57,7 +35,13 @@ def decode(model: VAE, latents):
 
 
 def encode(model: VAE, frames):
-    return in_chunks(model.encoder, frames, 8)
+    """Means of the latents, before they are scaled."""
+
+    def means(chunk, cache):
+        moments, cache = model.encoder(chunk, cache)
+        return moments.mean, cache
+
+    return in_chunks(means, frames, 8)
 
 
 def test_chunks():
@@ -74,7 +58,7 @@ def test_chunks():
 
 @functools.cache
 def case(height: int, width: int):
-    spec, rng = part().spec, np.random.default_rng(3)
+    spec, rng = tiny_cogvideox.vae().spec, np.random.default_rng(3)
     latents = rng.standard_normal((1, 5, height, width, 4)).astype(np.float32)
     frames = rng.uniform(-1, 1, (1, 17, 8 * height, 8 * width, 3)).astype(np.float32)
     values = random_parameters(spec, 7)
@@ -135,7 +119,7 @@ def test_tiles():
         seen.append((latents.shape, cache is None))
         return np.repeat(np.repeat(latents[..., :3], 8, 2), 8, 3), True
 
-    latents, c = tiny.normal(1, 3, 12, 9, 4), vae_config(CONFIG, "tiny")
+    latents, c = tiny.normal(1, 3, 12, 9, 4), vae_config(tiny_cogvideox.VAE_CONFIG, "tiny")
     assert decode_tiles(double, latents, c).shape == (1, 3, 96, 72, 3)
     sizes = [(h, w) for h in (6, 6, 2) for w in (5, 5, 1)]
     assert seen == [((1, 3, h, w, 4), True) for h, w in sizes]
@@ -147,10 +131,10 @@ def test_tiles():
 
 
 def test_the_config():
-    read = vae_config(CONFIG, "tiny")
+    read = vae_config(tiny_cogvideox.VAE_CONFIG, "tiny")
     assert (read.channels, read.blocks, read.groups, read.scaling_factor) == ((8, 16, 16, 24), 1, 4, 0.7)
     assert (read.space_factor, read.time_levels, read.image_scale) == (8, 2, 0.7)
-    assert vae_config({**CONFIG, "invert_scale_latents": True}, "tiny").image_scale == 1 / 0.7
+    assert vae_config({**tiny_cogvideox.VAE_CONFIG, "invert_scale_latents": True}, "tiny").image_scale == 1 / 0.7
     assert vae_config({}, "none") == VAEConfig()
 
 
@@ -169,10 +153,11 @@ def test_the_config():
 )
 def test_a_config_that_does_not_fit(change, sentence):
     with pytest.raises(UserError, match=sentence):
-        vae_config({**CONFIG, **change}, "x.json", {"latent_channels": 4})
+        vae_config({**tiny_cogvideox.VAE_CONFIG, **change}, "x.json", {"latent_channels": 4})
 
 
 def test_what_shapes_say():
-    tensors = {name: Tensor("x", np.dtype("float32"), shape, b"", 0) for name, shape in part().shapes.items()}
+    shapes = tiny_cogvideox.vae().shapes
+    tensors = {name: Tensor("x", np.dtype("float32"), shape, b"", 0) for name, shape in shapes.items()}
     numbers = vae_numbers(Shapes(Checkpoint("x", tensors, {}), VAE_DIFFUSERS))
     assert numbers == {"channels": (8, 16, 16, 24), "latent_channels": 4, "blocks": 1}

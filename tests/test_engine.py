@@ -16,8 +16,9 @@ from vidax.engine.engine import Engine
 from vidax.engine.progress import Silent
 from vidax.engine.work import Job
 from vidax.errors import UserError
+from vidax.models import model
 from vidax.models.registry import CARDS
-from vidax.models.wan import pipeline
+from vidax.models.wan.pipeline import WanModel
 from vidax.weights import load
 
 FIELDS = {"size": (32, 48), "frames": 9, "steps": 3, "seed": 5}
@@ -43,10 +44,8 @@ def test_seed_prompt_and_noise_matter(engine):
 
 def test_guidance_one_runs_one_branch(engine, monkeypatch):
     batches = []
-    run = pipeline.prepare
-    monkeypatch.setattr(
-        pipeline, "prepare", lambda dit, text, image: batches.append(len(text)) or run(dit, text, image)
-    )
+    run = model.prepare
+    monkeypatch.setattr(model, "prepare", lambda dit, text, image: batches.append(len(text)) or run(dit, text, image))
     result = engine.generate("a red cat", **FIELDS, guidance_scale=1.0)
     engine.generate("a red cat", **FIELDS, guidance_scale=1.5)
     assert batches == [1, 2]
@@ -106,8 +105,8 @@ def test_many_requests_give_what_each_gives_alone(engine):
 
 def test_weights_are_loaded_once_and_a_text_is_encoded_once(engine, monkeypatch):
     encoded = []
-    run = pipeline.encode
-    monkeypatch.setattr(pipeline, "encode", lambda *inputs: encoded.append(inputs[2].shape[:2]) or run(*inputs))
+    run = model.encode
+    monkeypatch.setattr(model, "encode", lambda *inputs: encoded.append(inputs[2].shape[:2]) or run(*inputs))
     phases = []
 
     class Listening(Silent):
@@ -172,7 +171,7 @@ def test_ten_jobs_take_the_memory_of_one_and_the_tenth_is_the_first(engine):
 
 @pytest.mark.parametrize("failing", ["denoise", "decode"])
 def test_a_job_that_fails_leaves_the_others_and_no_weights(engine, monkeypatch, failing):
-    run = getattr(pipeline.WanModel, failing)
+    run = getattr(WanModel, failing)
     calls = []
 
     def flaky(self, weights, *inputs):
@@ -185,7 +184,7 @@ def test_a_job_that_fails_leaves_the_others_and_no_weights(engine, monkeypatch, 
     changes = {"seed": 1}, {"seed": 2}, {"seed": 3}
     alone = [engine.generate("a red cat", **FIELDS | change).frames for change in changes]
     before = live_bytes()
-    monkeypatch.setattr(pipeline.WanModel, failing, flaky)
+    monkeypatch.setattr(WanModel, failing, flaky)
     frames, errors = {}, []
     for number, clip in enumerate(engine.run([Job(request=request) for request in requests(engine, *changes)])):
         try:
@@ -202,7 +201,7 @@ def test_a_kept_error_does_not_keep_weights(engine, monkeypatch):
         raise RuntimeError("out of memory")
 
     before = live_bytes()
-    monkeypatch.setattr(pipeline.WanModel, "denoise", broken)
+    monkeypatch.setattr(WanModel, "denoise", broken)
     clips = engine.run([Job(request=engine.request("a red cat", **FIELDS))])
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         next(next(clips).frames)
@@ -262,16 +261,16 @@ def test_decode_compiles_two_programs_and_its_cache_does_not_grow(engine):
     sizes = []
     cache = None
     latents = tiny.normal(1, 6, 4, 6, 16)
-    pipeline.decode_chunk.clear_cache()
+    model.decode_chunk.clear_cache()
     for i in range(latents.shape[1]):
-        _, cache = pipeline.decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, "uint8")
+        _, cache = model.decode_chunk(decoder.decoder, latents[:, i : i + 1], cache, "uint8")
         sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(cache)))
     assert len(set(sizes)) == 1
-    assert pipeline.decode_chunk._cache_size() == 2
+    assert model.decode_chunk._cache_size() == 2
 
 
 def test_steps_share_one_program(engine):
-    pipeline.denoise_step.clear_cache()
+    model.denoise_step.clear_cache()
     engine.generate("a red cat", **FIELDS)
     engine.generate("a red cat", **FIELDS | {"seed": 9})
-    assert pipeline.denoise_step._cache_size() == 1
+    assert model.denoise_step._cache_size() == 1

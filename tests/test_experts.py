@@ -16,7 +16,8 @@ import vidax
 from vidax.engine import loading
 from vidax.engine.checkpoints import convert
 from vidax.engine.progress import Silent
-from vidax.models.wan import pipeline
+from vidax.models import model as models
+from vidax.models.programs import denoise_step
 from vidax.nn import parameter_bytes
 
 SHAPE = {"size": (64, 32), "frames": 5, "steps": 4, "negative_prompt": tiny.NEGATIVE_PROMPT}
@@ -245,7 +246,7 @@ def test_where_no_job_is_left_the_second_expert_is_not_loaded(folder, monkeypatc
     def fail(*_, **__):
         raise MemoryError("too large")
 
-    monkeypatch.setattr(pipeline, "denoise_step", fail)
+    monkeypatch.setattr(models, "denoise_step", fail)
     with pytest.raises(MemoryError, match="too large"):
         list(engine.generate_many([request(engine)], progress=begun))
     assert "load low-noise transformer" not in begun.names
@@ -275,9 +276,9 @@ def test_one_expert_is_on_the_devices_at_a_time(folder, monkeypatch):
 
 def test_both_experts_run_one_program(folder):
     engine = load(folder("i2v 2.2"))
-    before = pipeline.denoise_step._cache_size()
+    before = denoise_step._cache_size()
     frames(engine, request(engine, 1, frames=9))
-    assert pipeline.denoise_step._cache_size() - before == 1
+    assert denoise_step._cache_size() - before == 1
 
 
 def test_the_record_of_two_experts(folder):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from vidax.models.wan.dit import DiTConfig
-from vidax.models.wan.programs import Known, lower_step
+from vidax.models.programs import Known, lower_step
+from vidax.models.wan.dit import DiT, DiTConfig
 from vidax.parallel import mesh as meshes
 
 
@@ -28,10 +28,11 @@ def test_no_modulation_for_each_token():
     config = DiTConfig(
         dim=dim, layers=2, heads=2, mlp_dim=64, in_channels=8, out_channels=8, text_dim=16, frequency_dim=32
     )
+    dit = DiT.spec(config, jnp.float32)
     mesh, tokens = meshes.make(meshes.parse("seq=1")), frames * side * side
     programs = [
-        lower_step(config, (1, frames, 2 * side, 2 * side, 8), 2, 2, mesh, jnp.float32, known=known).compile()
-        for known in (Known(), Known(frames=1))
+        lower_step(dit, (1, frames, 2 * side, 2 * side, 8), 2, known, mesh, past=2).compile()
+        for known in (Known((512, 16)), Known((512, 16), frames=1))
     ]
     one, two = (program.memory_analysis().temp_size_in_bytes for program in programs)
     vector = 2 * tokens * dim * np.dtype(np.float32).itemsize  # [B L D]

@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from vidax.cli import main
-from vidax.models.wan.programs import decode_chunk
+from vidax.models.programs import decode_chunk
 
 GOLDENS = Path(__file__).parent / "goldens" / "wan.npz"
 VAE22_GOLDENS = GOLDENS.with_name("wan22_vae.npz")

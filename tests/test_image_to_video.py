@@ -15,9 +15,10 @@ import vidax
 from vidax.cli import main
 from vidax.engine.request import resolve
 from vidax.media.image import cover, open_picture, stretch_bicubic
+from vidax.models.condition import Given
 from vidax.models.locate import describe
 from vidax.models.registry import CARDS
-from vidax.models.wan.condition import Given, chunks, mask
+from vidax.models.wan.condition import chunks, mask
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_the_size_of_an_image(engines):
     for name, size in (("i2v 2.1", (768, 512)), ("5b", (768, 512))):
         request = engines(name).request(tiny.PROMPT, image=tiny.picture(300, 200))
         assert (request.width, request.height, request.fit) == (*size, "official")
-        assert request.origins["size"].startswith("the aspect of array, the area of card ")
+        assert request.origins["size"].startswith("the aspect of array, scaled to card ")
         assert request.settings()["image"] == "array, 300x200"
     given = engines("5b").request(tiny.PROMPT, image=tiny.picture(300, 200), size=(64, 96))
     assert (given.width, given.height, given.fit) == (64, 96, "crop")

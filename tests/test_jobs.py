@@ -16,7 +16,7 @@ import tiny
 from vidax import cli
 from vidax.engine.jobs import Wish, multiply, read_jobs
 from vidax.errors import UserError
-from vidax.models.wan import pipeline
+from vidax.models.wan.pipeline import WanModel
 
 SMALL = ["--size", "32x32", "--frames", "5", "--steps", "1"]
 
@@ -264,14 +264,14 @@ def test_one_file_for_many_is_refused(generate, out):
 
 
 def test_a_failed_job_does_not_stop_the_others(generate, out, monkeypatch):
-    run = pipeline.WanModel.denoise
+    run = WanModel.denoise
 
     def flaky(self, transformer, table, *inputs):
         if table.steps == 2:
             raise RuntimeError("out of memory")
         return run(self, transformer, table, *inputs)
 
-    monkeypatch.setattr(pipeline.WanModel, "denoise", flaky)
+    monkeypatch.setattr(WanModel, "denoise", flaky)
     code, printed, told = generate(["a", {"prompt": "b", "steps": 2}, "c"], "--json")
     assert code == 1
     records = [json.loads(line) for line in printed.splitlines()]

@@ -17,7 +17,6 @@ from published import FLF2V, manifest
 from vidax.errors import UserError
 from vidax.models.cogvideox import config as cogvideox
 from vidax.models.cogvideox import mapping as cogvideox_mapping
-from vidax.models.cogvideox import vae_layout
 from vidax.models.cogvideox.dit import DiT as CogVideoX
 from vidax.models.cogvideox.vae import VAE as CogVideoXVAE
 from vidax.models.cogvideox.vae import VAEConfig as CogVideoXVAEConfig
@@ -181,8 +180,8 @@ MODELS = {
     ),
     "cogvideox_vae_sat_DERIVED": Model(
         CogVideoXVAE.spec(CogVideoXVAEConfig()),
-        vae_layout.vae_sat(),
-        vae_layout.VAE_DIFFUSERS,
+        cogvideox_mapping.vae_official(),
+        cogvideox_mapping.VAE_DIFFUSERS,
         COGVIDEOX_VAE_RENAMES,
         436,
         215_583_907,
@@ -324,7 +323,7 @@ def cogvideox_shapes(name: str) -> tuple[dict[str, list[int]], dict[str, list[in
 def test_cogvideox(name):
     config, official, diffusers, values = COGVIDEOX[name]
     spec = CogVideoX.spec(config)
-    sat = dataclasses.replace(cogvideox_mapping.dit_sat(config), prefix=SAT_PREFIX)
+    sat = dataclasses.replace(cogvideox_mapping.dit_official(config), prefix=SAT_PREFIX)
     layouts = (sat, official), (cogvideox_mapping.DIT_DIFFUSERS, diffusers)
     for (names, tensors), shapes in zip(layouts, cogvideox_shapes(name), strict=True):
         match = check_names(spec, names, shapes)
@@ -336,7 +335,7 @@ def test_cogvideox(name):
 def test_cogvideox_modulations_are_where_the_converter_puts_them():
     """Of 12 chunks it takes 0 to 2 and 6 to 8 for the first norm, video first, the others for the second."""
     at = {}
-    for layout, names in (("sat", cogvideox_mapping.dit_sat()), ("diffusers", cogvideox_mapping.DIT_DIFFUSERS)):
+    for layout, names in (("sat", cogvideox_mapping.dit_official()), ("diffusers", cogvideox_mapping.DIT_DIFFUSERS)):
         for leaf in checkpoint_names(CogVideoX.spec(cogvideox.COGVIDEOX_2B), names):
             if match := re.fullmatch(r"blocks\.(norm[12]\.(video|text))\.weight", leaf.path):
                 at.setdefault(match[1], {})[layout] = part_of(leaf.names[0])
@@ -356,7 +355,7 @@ def test_cogvideox_modulations_are_where_the_converter_puts_them():
 
 def test_a_table_of_sinusoids_is_left_unread():
     shapes = manifest("cogvideox_2b_sat_DERIVED") | {f"{SAT_PREFIX}mixins.pos_embed.pos_embedding": [1, 17776, 1920]}
-    names = dataclasses.replace(cogvideox_mapping.dit_sat(cogvideox.COGVIDEOX_2B), prefix=SAT_PREFIX)
+    names = dataclasses.replace(cogvideox_mapping.dit_official(cogvideox.COGVIDEOX_2B), prefix=SAT_PREFIX)
     match = check_names(CogVideoX.spec(cogvideox.COGVIDEOX_2B), names, shapes)
     assert match.skipped == {f"{SAT_PREFIX}mixins.pos_embed.pos_embedding": "computed from the video's size"}
 

@@ -15,15 +15,17 @@ from jax.sharding import PartitionSpec as P
 from vidax.engine.engine import load
 from vidax.engine.progress import Silent
 from vidax.errors import UserError
+from vidax.models.interface import Video
+from vidax.models.programs import decode_chunk, denoise_step, encode_chunk
 from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
 from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.models.wan import vae
 from vidax.models.wan.dit import DiT, DiTConfig
-from vidax.models.wan.programs import decode_chunk, denoise_step, encode_chunk
 from vidax.models.wan.vae import VAE, VAEConfig
 from vidax.nn import is_spec, map_specs, named_leaves, placement
 from vidax.parallel import mesh as meshes
 from vidax.parallel.rules import partition, whole
+from vidax.sampling.noise import Stream
 
 MESHES = (
     *(f"{axis}={size}" for axis in meshes.AXES for size in (2, 4, 8)),
@@ -270,7 +272,9 @@ def test_encoded_images(folders, name, mesh):
         encoder = engine.loader.load("encoder", model.encoder(), [], {}, Silent())
         with jax.set_mesh(engine.mesh):
             before = encode_chunk._cache_size()
-            given = model.encode_frames(encoder, [image / np.float32(255) for image in images], 13, lambda _: None)
+            pictures, video = [image / np.float32(255) for image in images], Video(64, 32, 13, 2, len(images))
+            frames = model.encode_frames(encoder, pictures, 13, lambda _: None)
+            given = model.given(video, frames, Stream(0))
             assert encode_chunk._cache_size() - before <= (1 if name == "5b" else 2)
             if not model.image:
                 return [given.frames]

@@ -20,9 +20,9 @@ from vidax.engine.progress import Silent
 from vidax.engine.work import Job
 from vidax.errors import UserError
 from vidax.models.interface import Footprint, Inputs, Video
+from vidax.models.programs import Places
 from vidax.models.wan import dit, pipeline
 from vidax.models.wan.config import TEXT_TOKENS
-from vidax.models.wan.programs import Places
 from vidax.nn import map_specs, parameter_bytes
 from vidax.weights import load as load_weights
 from vidax.weights import memory
@@ -397,7 +397,8 @@ def latents(way: str, mesh: str, dtype: str) -> np.ndarray:
     text = numbers.standard_normal((2, TEXT_TOKENS, config.text_dim), np.float32)
     with jax.set_mesh(engine.mesh):
         table, inputs = request.sampler.table(), Inputs(text)
-        return np.array(engine.model.denoise(network, table, range(2), noise, inputs, 4.0, lambda _: None).sample)
+        scales = np.full(2, 4, np.float32)
+        return np.array(engine.model.denoise(network, table, range(2), noise, inputs, scales, lambda _: None).sample)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -156,7 +156,7 @@ def run(sampler: Sampler) -> np.ndarray:
     state = initial_state(table, noise)
     fresh = [None] * table.steps
     if table.noise is not None:
-        fresh = fresh_noise(Stream(NOISE_SEED), noise.shape, table.steps)
+        fresh = fresh_noise(Stream(NOISE_SEED), noise.shape, range(table.steps))
     for i, added in enumerate(fresh):
         state = advance(table, i, state, added)
     return np.asarray(state.sample)
@@ -352,7 +352,7 @@ def test_one_compilation_for_all_steps_with_fresh_noise():
     for shift in (1.0, 3.0):
         table = DPM().table(make_schedule("cogvideox", 6, shift))
         state = initial_state(table, np.ones((2, 3)))
-        for i, fresh in enumerate(fresh_noise(Stream(0), (2, 3), table.steps)):
+        for i, fresh in enumerate(fresh_noise(Stream(0), (2, 3), range(table.steps))):
             state = update(table, i, state, fresh)
     assert len(traces) == 1
 
@@ -559,7 +559,18 @@ def test_fresh_noise_is_every_second_draw_after_the_first(kind):
     draws = [drawn.normal((3, 5)) for _ in range(6)]
     stream = Stream(7, kind)
     np.testing.assert_array_equal(stream.normal((3, 5)), draws[0])
-    np.testing.assert_array_equal(list(fresh_noise(stream, (3, 5), 3)), [draws[1], draws[3], draws[5]])
+    np.testing.assert_array_equal(list(fresh_noise(stream, (3, 5), range(3))), [draws[1], draws[3], draws[5]])
+    later = Stream(7, kind)
+    later.skip((3, 5))
+    np.testing.assert_array_equal(list(fresh_noise(later, (3, 5), range(1, 3))), [draws[3], draws[5]])
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_the_order_of_axes_in_which_noise_is_drawn(kind):
+    drawn, stream = Stream(7, kind), Stream(7, kind, order=(0, 3, 1, 2))
+    stream.skip((2, 3, 4, 5))
+    drawn.skip((2, 5, 3, 4))
+    np.testing.assert_array_equal(stream.normal((2, 3, 4, 5)), drawn.normal((2, 5, 3, 4)).transpose(0, 2, 3, 1))
 
 
 # Guidance

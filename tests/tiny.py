@@ -165,6 +165,7 @@ GAINS = (
     (r"relative_attention_bias", math.sqrt(TEXT_ENCODER_CONFIG["num_heads"])),  # fan in 1: each bucket counts
     (r"scale_shift_table$", 3.0),
     (r"decoder\.conv_out\.weight$", 0.3),  # few pixels beyond [-1, 1], where clipping would hide an error
+    (r"decoder\.conv_out\.conv\.weight$", 0.1),
 )
 
 
@@ -304,6 +305,34 @@ class Folder:
             "vae": ["diffusers", "AutoencoderKLWan"],
         }
 
+    @property
+    def files(self) -> dict[str, Mapping[str, Any]]:
+        """The configs, by their places."""
+        found = {
+            "model_index.json": self.index,
+            "scheduler/scheduler_config.json": self.scheduler,
+            "transformer/config.json": self.transformer,
+            "vae/config.json": self.vae,
+            "text_encoder/config.json": self.text_encoder,
+        }
+        if self.experts == 2:
+            found["transformer_2/config.json"] = self.transformer
+        if self.image_encoder:
+            found["image_encoder/config.json"] = self.image_encoder
+            found["image_processor/preprocessor_config.json"] = PROCESSOR_CONFIG
+        return found
+
+    def parts(self, seed: int) -> list[tuple[Part, int]]:
+        """The networks, each with the seed of its weights."""
+        first, coder, text = transformer(self.transformer), vae(self.vae), text_encoder(self.text_encoder)
+        found = [(first, seed), (coder, seed), (text, seed)]
+        if self.experts == 2:
+            second = first.file.replace("transformer", "transformer_2")
+            found.append((dataclasses.replace(first, file=second), SECOND))
+        if self.image_encoder:
+            found.append((stored_image_encoder(self.image_encoder), seed))
+        return found
+
 
 SECOND = 1
 I2V_21 = Folder(pipeline="WanImageToVideoPipeline", transformer=I2V_CONFIG, image_encoder=IMAGE_ENCODER_CONFIG)
@@ -316,38 +345,17 @@ FOLDERS = {
 }
 
 
-def write_folder(path: str | Path, folder: Folder | None = None, *, seed: int = SEED, **changes: Any) -> Path:
+def write_folder(path: str | Path, folder: Any = None, *, seed: int = SEED, **changes: Any) -> Path:
     """Write a model as `save_pretrained` of its pipeline would (3 MB, 0.1 s); returns the path.
 
-    changes: fields of `Folder`.
+    folder: a `Folder` of this family or another. changes: fields of it.
     """
     path, folder = Path(path), dataclasses.replace(folder or Folder(), **changes)
-    files = {
-        "model_index.json": folder.index,
-        "scheduler/scheduler_config.json": folder.scheduler,
-        "transformer/config.json": folder.transformer,
-        "vae/config.json": folder.vae,
-        "text_encoder/config.json": folder.text_encoder,
-        "tokenizer/tokenizer_config.json": TOKENIZER_CONFIG,
-    }
-    parts = [
-        (transformer(folder.transformer), seed),
-        (vae(folder.vae), seed),
-        (text_encoder(folder.text_encoder), seed),
-    ]
-    if folder.experts == 2:
-        files["transformer_2/config.json"] = folder.transformer
-        second = transformer(folder.transformer)
-        parts.append((dataclasses.replace(second, file=second.file.replace("transformer", "transformer_2")), SECOND))
-    if folder.image_encoder:
-        files["image_encoder/config.json"] = folder.image_encoder
-        files["image_processor/preprocessor_config.json"] = PROCESSOR_CONFIG
-        parts.append((stored_image_encoder(folder.image_encoder), seed))
-    for name, content in files.items():
+    for name, content in (folder.files | {"tokenizer/tokenizer_config.json": TOKENIZER_CONFIG}).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(json.dumps(content, indent=2))
     tokenizer().save(str(path / "tokenizer" / "tokenizer.json"))
-    for part, own in parts:
+    for part, own in folder.parts(seed):
         save_file(weights(part.shapes, own), path / part.file, metadata={"format": "pt"})
     return path
 
@@ -415,15 +423,18 @@ def official_files(folder: Folder) -> dict[str, str]:
 
 
 def renamed(part: Part, names: mapping.Mapping, seed: int = SEED) -> dict[str, np.ndarray]:
-    """A part's weights under their names in another layout, where several may be one."""
-    values, found = weights(part.shapes, seed), dict[str, np.ndarray]()
+    """A part's weights under their names in another layout. In either a tensor may be several of our parameters."""
+    values, found = weights(part.shapes, seed), dict[str, dict[int, np.ndarray]]()
     leaves = (checkpoint_names(part.spec, layout) for layout in (part.mapping, names))
     for ours, theirs in zip(*leaves, strict=True):
         for name, other in zip(ours.names, theirs.names, strict=True):
-            whole, index, _ = part_of(other)  # the first of several comes first
-            value = values[name].reshape(theirs.spec.stored_shape)
-            found[whole] = np.concatenate([found[whole], value]) if index else value
-    return found
+            (source, index, parts), (whole, place, _) = part_of(name), part_of(other)
+            value = np.split(values[source], parts)[index] if parts > 1 else values[source]
+            found.setdefault(whole, {})[place] = value.reshape(theirs.spec.stored_shape)
+    return {
+        whole: np.concatenate([pieces[place] for place in sorted(pieces)]) if len(pieces) > 1 else pieces[0]
+        for whole, pieces in found.items()
+    }
 
 
 def official_image_encoder(config_file: Mapping[str, Any], seed: int = SEED) -> dict[str, np.ndarray]:

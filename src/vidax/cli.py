@@ -28,14 +28,18 @@ REQUEST_FIELDS = (
     "guidance_scale",
     "guidance_scale_2",
     "boundary_ratio",
+    "dynamic_guidance",
     "image",
     "last_image",
     "fit",
+    "vae_tiling",
     "flow_shift",
     "solver",
     "negative_prompt",
     "noise",
 )
+
+PLANNED_FIELDS = ("size", "frames", "steps", "guidance_scale", "solver", "vae_tiling")
 
 PARTS = ("transformer", "transformer-2", "vae", "text-encoder", "image-encoder", "tokenizer")
 
@@ -85,8 +89,18 @@ def parser() -> Parser:
     make.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off")
     make.add_argument("--guidance-scale-2", type=float, metavar="G", help="of the second expert, for low noise")
     make.add_argument("--boundary-ratio", type=float, metavar="R", help="of the noise, below which it takes over")
+    make.add_argument(
+        "--dynamic-guidance",
+        action=argparse.BooleanOptionalAction,
+        help="of CogVideoX: a scale that changes from step to step",
+    )
     make.add_argument("--flow-shift", type=float, metavar="S", help="above 1, more steps at high noise")
-    make.add_argument("--solver", metavar="unipc|euler")
+    make.add_argument("--solver", metavar="unipc|euler|ddim|dpm", help="the first two of Wan, the others of CogVideoX")
+    make.add_argument(
+        "--vae-tiling",
+        action=argparse.BooleanOptionalAction,
+        help="of CogVideoX: decode in tiles that overlap, for one small device",
+    )
     make.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
     make.add_argument(
         "--seed", type=seeds, metavar="N[,N...]", help="42 unless given; -1 draws one; 1,2,3 makes three videos"
@@ -139,7 +153,8 @@ def parser() -> Parser:
     ahead.add_argument("--steps", "--num-inference-steps", type=int, metavar="N")
     ahead.add_argument("--images", type=int, metavar="N", help="how many it is made from (as few as the model takes)")
     ahead.add_argument("--guidance-scale", type=float, metavar="G", help="1 turns guidance off, and halves the work")
-    ahead.add_argument("--solver", metavar="unipc|euler")
+    ahead.add_argument("--solver", metavar="unipc|euler|ddim|dpm")
+    ahead.add_argument("--vae-tiling", action="store_true", default=None, help="decode in tiles, of a model that can")
     ahead.add_argument("--dtype", default="bfloat16", metavar="bfloat16|float32", help="(bfloat16)")
     ahead.add_argument("--mesh", default="auto", metavar="AXIS=N,...", help="(auto: others are tried too)")
     ahead.add_argument("--residency", default="auto", metavar="auto|...", help="resident, streamed, mixed:r/g (auto)")
@@ -370,7 +385,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         show.claim_plot(Path(arguments.plot), overwrite=arguments.overwrite)
     use_devices(arguments)
-    fields = {name: getattr(arguments, name) for name in ("size", "frames", "steps", "guidance_scale", "solver")}
+    fields = {name: getattr(arguments, name) for name in PLANNED_FIELDS}
     wanted = Wanted(
         model=arguments.model,
         fields=fields,

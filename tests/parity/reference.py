@@ -1,10 +1,11 @@
-"""The tiny Wan model in PyTorch: the classes of diffusers and transformers with the weights of tests/tiny.py."""
+"""The tiny models in PyTorch: the classes of diffusers and transformers with the weights of tests/tiny.py."""
 
 import dataclasses
 
 import diffusers
 import numpy as np
 import tiny
+import tiny_cogvideox
 import torch
 import transformers
 
@@ -12,11 +13,13 @@ torch.set_num_threads(1)  # the models are so small that threads would only wait
 
 
 def fill(model: torch.nn.Module, seed: int = tiny.SEED) -> torch.nn.Module:
-    """Give every parameter its value by name. Buffers stay: none of these models has one that a file would hold."""
-    assert not [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    """Give every parameter its value by name, and the one buffer that a file holds, learned positions of CogVideoX."""
+    stored, buffers = model.state_dict(), dict(model.named_buffers())
+    held = [(name, stored[name]) for name in stored if name in buffers]
+    assert {name for name, _ in held} <= {"patch_embed.pos_embedding"}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(tiny.weight(name, tuple(parameter.shape), seed)))
+        for name, tensor in (*model.named_parameters(), *held):
+            tensor.copy_(torch.from_numpy(tiny.weight(name, tuple(tensor.shape), seed)))
     return model.eval().requires_grad_(False)
 
 
@@ -61,6 +64,20 @@ def pipeline(scheduler_config=tiny.UNIPC, folder: tiny.Folder | None = None) -> 
         boundary_ratio=folder.boundary_ratio,
         expand_timesteps=folder.expand_timesteps,
         **parts,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def cogvideox_pipeline(folder: tiny_cogvideox.Folder) -> diffusers.DiffusionPipeline:
+    """The pipeline that `tiny.write_folder` writes, made of its classes."""
+    names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
+    pipe = getattr(diffusers, folder.pipeline)(
+        tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names),
+        text_encoder=fill(transformers.T5EncoderModel(transformers.T5Config(**folder.text_encoder))),
+        vae=fill(diffusers.AutoencoderKLCogVideoX.from_config(dict(folder.vae))),
+        transformer=fill(diffusers.CogVideoXTransformer3DModel.from_config(dict(folder.transformer))),
+        scheduler=scheduler(folder.scheduler),
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -46,14 +46,7 @@ CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes]
 
 
 def transformer(config) -> diffusers.CogVideoXTransformer3DModel:
-    """The model with its weights. The one buffer that a file holds, the learned positions, is filled too."""
-    model = diffusers.CogVideoXTransformer3DModel.from_config(dict(config))
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            assert name in parameters or name == "patch_embed.pos_embedding", name
-            tensor.copy_(torch.from_numpy(tiny.weight(name, tuple(tensor.shape))))
-    return model.eval().requires_grad_(False)
+    return reference.fill(diffusers.CogVideoXTransformer3DModel.from_config(dict(config)))
 
 
 def rotation(model, size):
@@ -166,7 +159,7 @@ def block_parts(block, tokens) -> dict[str, jax.Array]:
         "norm2": h2,
         "norm2 gates": gate2[:, ends],
         "ffn": block.ffn(h2),
-        "output": block(tokens),
+        "output": block(tokens, None),
     }
 
 

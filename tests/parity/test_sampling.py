@@ -128,7 +128,8 @@ def advance(table, i, state, fresh, network):
 def run(sampler: Sampler, network=velocity) -> np.ndarray:
     table = sampler.table()
     state = initial_state(table, noise())
-    fresh = itertools.repeat(None) if table.noise is None else fresh_noise(Stream(NOISE_SEED), noise().shape, 1000)
+    stream = Stream(NOISE_SEED)
+    fresh = itertools.repeat(None) if table.noise is None else fresh_noise(stream, noise().shape, range(1000))
     for i, added in zip(range(table.steps), fresh, strict=False):
         state = advance(table, i, state, added, network)
     return np.asarray(state.sample)
@@ -228,7 +229,7 @@ def test_a_whole_pipeline_of_cogvideox(solver, steps):
     np.testing.assert_array_equal(ours, np.float32(scales))
     stream, shape = Stream(NOISE_SEED), (1, 2, 4, 4, 4)
     state = initial_state(table, stream.normal(shape))
-    fresh = itertools.repeat(None) if table.noise is None else fresh_noise(stream, shape, steps)
+    fresh = itertools.repeat(None) if table.noise is None else fresh_noise(stream, shape, range(steps))
     for i, added in zip(range(steps), fresh, strict=False):
         output = velocity(jnp, state.sample, table.timestep[i])
         guided = guide(jnp.concatenate([conditional * output, unconditional * output]), ours[i])

@@ -142,8 +142,8 @@ def reference_intermediates(model, latents, timesteps, text) -> dict[str, np.nda
 
 def intermediates(dit, latents, timesteps, text) -> dict[str, jax.Array]:
     """The parts of `DiT.__call__` and `Block.__call__` one by one, each block sliced out of the stack."""
-    tokens = jax.jit(lambda dit, *args: dit.embed(*args))(dit, latents, timesteps)
     context = jax.jit(lambda dit, text: dit.prepare(text))(dit, text)
+    tokens = jax.jit(lambda dit, *args: dit.embed(*args))(dit, latents, timesteps, context)
     seen = {
         "tokens": tokens.x,
         "time": tokens.time[:, 0],

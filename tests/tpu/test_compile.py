@@ -9,9 +9,7 @@ from step_estimate import compile_step, mesh_of
 from vidax import cli
 from vidax.models.interface import Video
 from vidax.models.locate import describe
-from vidax.models.wan.config import WAN21_1_3B, WAN21_14B, WAN21_VAE
 from vidax.models.wan.dit import step_flops
-from vidax.models.wan.programs import lower_decode
 from vidax.planner.chips import parse_topology
 from vidax.planner.schedule import KERNEL, collectives, operations
 from vidax.weights.memory import program_bytes
@@ -28,19 +26,19 @@ TENSOR = {"all-reduce": 5}
 
 
 @pytest.mark.parametrize(
-    ("config", "size", "topology", "mesh", "expected", "gigabytes"),
+    ("model", "size", "topology", "mesh", "expected", "gigabytes"),
     [
-        (WAN21_14B, (1280, 720), "v4:2x2x1", "seq=4", ULYSSES, 13),
-        (WAN21_14B, (1280, 720), "v5p:2x2x1", "tensor=4", TENSOR, 40),
-        (WAN21_14B, (1280, 720), "tpu7x:2x2x1", "seq=8", PIECEWISE, 15),
-        (WAN21_14B, (832, 480), "v6e:2x4", "data=2,seq=4", ULYSSES, 10),
-        (WAN21_1_3B, (832, 480), "v5e:2x4", "data=2,seq=4", BESIDE, 5),
+        ("wan2.1-t2v-14b", (1280, 720), "v4:2x2x1", "seq=4", ULYSSES, 13),
+        ("wan2.1-t2v-14b", (1280, 720), "v5p:2x2x1", "tensor=4", TENSOR, 40),
+        ("wan2.1-t2v-14b", (1280, 720), "tpu7x:2x2x1", "seq=8", PIECEWISE, 15),
+        ("wan2.1-t2v-14b", (832, 480), "v6e:2x4", "data=2,seq=4", ULYSSES, 10),
+        ("wan2.1-t2v-1.3b", (832, 480), "v5e:2x4", "data=2,seq=4", BESIDE, 5),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_denoise_step(config, size, topology, mesh, expected, gigabytes):
+def test_denoise_step(model, size, topology, mesh, expected, gigabytes):
     """81 frames, both guidance branches, bfloat16 weights. No collective but the expected, no call to the host."""
-    compiled = compile_step(config, size, topology, mesh)
+    compiled = compile_step(model, size, topology, mesh)
     text = compiled.as_text()
     assert "host-call" not in text  # XLA has been seen to gather weights there
     ops = operations(text)
@@ -76,7 +74,8 @@ def test_a_clean_first_frame_takes_no_modulation_of_each_token():
 
 def test_decode_chunk_720p():
     """Four frames of 1280x720 in float32 with the caches of the frames before them, in strips on four v4 chips."""
-    compiled = lower_decode(WAN21_VAE, (90, 160), mesh_of("v4:2x2x1", "seq=4")).compile()
+    _, model = describe("wan2.1-t2v-14b")
+    compiled = model.lower_decode(Video(1280, 720, 81, branches=2), mesh_of("v4:2x2x1", "seq=4")).compile()
     text = compiled.as_text()
     assert text.count(" collective-permute") > 0
     assert program_bytes(compiled) < 7.2e9  # 6.8; on one v5e 12.7, of which the caches and weights are 9.0

@@ -13,8 +13,8 @@ from vidax.engine.engine import DTYPES
 from vidax.engine.progress import Progress, Silent
 from vidax.errors import UserError, did_you_mean
 from vidax.media.files import sentences
-from vidax.models.interface import Model
 from vidax.models.locate import check_card, locate
+from vidax.models.model import Model
 from vidax.models.registry import CARDS
 from vidax.models.towers.tokenizer import save_tokenizer
 from vidax.nn import named_leaves, parameter_bytes

@@ -33,14 +33,15 @@ from vidax.engine.work import (
 )
 from vidax.errors import UserError
 from vidax.media.image import FITS, Picture, cover
-from vidax.models.interface import Footprint, Model, Part
+from vidax.models.interface import Footprint, Part
 from vidax.models.locate import locate
+from vidax.models.model import Model
 from vidax.models.registry import Card
 from vidax.ops.attention import describe as describe_attention
 from vidax.parallel import mesh as meshes
 from vidax.parallel import processes
 from vidax.parallel.mesh import MeshShape
-from vidax.sampling.noise import normal
+from vidax.sampling.noise import Stream, fresh_noise
 from vidax.weights.memory import host_available
 from vidax.weights.residency import Residency, Ring
 from vidax.weights.residency import parse as parse_residency
@@ -204,7 +205,7 @@ class Engine:
                 for key, request in videos.items():
                     frames = [self.frame(request, picture) for picture in request.images]
                     with jax.set_mesh(self.mesh):
-                        encoded.given[key] = self.model.encode_frames(
+                        encoded.frames[key] = self.model.encode_frames(
                             encoder, frames, request.frames, after(done, advance)
                         )
                     done += request.frames
@@ -275,28 +276,32 @@ class Engine:
 
     def denoise_job(self, dit: Any, work: Work, stage: int, encoded: Encoded, on_steps: Callable[[int], None]) -> None:
         """A job's steps of one transformer: its state comes to the host, after the last one as latents [1 F H W C]."""
-        request = work.job.request
-        steps, scale = request.stages[stage]
-        inputs = encoded.inputs(request, guided=request.stages[stage].guided)
+        request, video = work.job.request, work.job.request.video
+        table, steps = request.sampler.table(), request.stages[stage].steps
+        noise = Stream(request.seed, request.noise, self.model.noise_order)
+        given = self.model.given(video, encoded.frames.get(framed(request)), noise)
+        inputs = encoded.inputs(request, guided=request.stages[stage].guided)._replace(given=given)
+        latents = self.model.latents(video)
         if work.state is None:
-            f, h, w, c = self.model.latent_shape(request.width, request.height, request.frames)
-            noise = normal((1, c, f, h, w), request.seed, request.noise)  # drawn channels first
-            work.state = noise.transpose(0, 2, 3, 4, 1)
+            work.state = noise.normal(latents)
+        else:
+            noise.skip(latents)
         ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
         before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None
         try:
             with jax.set_mesh(self.mesh):
                 state = self.model.denoise(
                     dit,
-                    request.sampler.table(),
+                    table,
                     steps,
                     work.state,
                     inputs,
-                    scale if request.stages[stage].guided else None,
+                    request.scales(request.stages[stage]),
                     lambda step: on_steps(step - steps.start),
+                    None if table.noise is None else fresh_noise(noise, latents, steps),
                 )
-            if steps.stop == request.sampler.steps:
-                work.latents, work.state = self.model.finish(state, inputs), None
+            if steps.stop == table.steps:
+                work.latents, work.state = self.model.finish(video, state, given), None
             else:
                 work.state = jax.tree.map(np.array, state)
         except BaseException:
@@ -334,7 +339,8 @@ class Engine:
         assert work.latents is not None
         done = 0
         with work.timed("decode"):
-            for frames in self.on_mesh(self.model.decode(vae, work.latents, work.job.frames_dtype)):
+            made = self.model.decode(vae, work.job.request.video, work.latents, work.job.frames_dtype)
+            for frames in self.on_mesh(made):
                 yield frames[0]
                 done += frames.shape[1]
                 on_frames(done)

@@ -76,6 +76,12 @@ def number(name: str, value: Any) -> float:
     return value
 
 
+def switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {json.dumps(value)}; it is true or false, without quotes")
+    return value
+
+
 def size(name: str, value: Any) -> tuple[int, int]:
     if isinstance(value, str):
         return parse_size(value)
@@ -94,9 +100,11 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "guidance_scale": number,
     "guidance_scale_2": number,
     "boundary_ratio": number,
+    "dynamic_guidance": switch,
     "image": text,
     "last_image": text,
     "fit": text,
+    "vae_tiling": switch,
     "flow_shift": number,
     "solver": text,
     "seed": whole,

@@ -6,16 +6,21 @@ import re
 import secrets
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
+
 from vidax.errors import UserError
 from vidax.media.image import FITS, Picture, open_picture
-from vidax.models.interface import Architecture, Video
+from vidax.models.architecture import Architecture
+from vidax.models.interface import Video
 from vidax.models.registry import CARDS, Card
+from vidax.sampling.guidance import dynamic
 from vidax.sampling.noise import Kind
 from vidax.sampling.sampler import Sampler, from_diffusers_config
-from vidax.sampling.schedules import TRAIN_TIMESTEPS
-from vidax.sampling.solvers import Euler, UniPC
+from vidax.sampling.schedules import TRAIN_TIMESTEPS, AlphaSchedule
+from vidax.sampling.solvers import DDIM, DPM, Euler, Solver, UniPC
 
-SOLVERS = ("unipc", "euler")
+SOLVERS: dict[str, Solver] = {"unipc": UniPC(), "euler": Euler(), "ddim": DDIM(), "dpm": DPM()}
+OF_FLOWS, OF_ALPHAS = ("unipc", "euler"), ("ddim", "dpm")  # by what the network's noise levels are
 DEFAULT_SEED = 42
 IMAGES = ("image", "last_image")  # the fields of a request, in the order of its frames
 EXTREME = 3.0  # of a video's sides, one to the other
@@ -36,8 +41,10 @@ class Stage(NamedTuple):
 class Request:
     """One video, every setting decided. `origins` says of each setting where its value comes from.
 
-    guidance_scale_2, boundary_ratio: of the second of two experts, else None. images: the first frame and perhaps the
-    last; fit: how they become frames, "official" or one of `FITS`.
+    guidance_scale_2, boundary_ratio: of the second of two experts, else None. dynamic_guidance: whether the scale
+    changes from step to step; None where no such thing is known. images: the first frame and perhaps the last; fit: how
+    they become frames, "official" or one of `FITS`. tiling: whether frames are decoded in tiles; None where that is not
+    to be had.
     """
 
     prompt: str
@@ -49,8 +56,10 @@ class Request:
     guidance_scale: float
     guidance_scale_2: float | None
     boundary_ratio: float | None
+    dynamic_guidance: bool | None
     images: tuple[Picture, ...]
     fit: str | None
+    tiling: bool | None
     seed: int
     noise: Kind
     sampler: Sampler
@@ -66,6 +75,14 @@ class Request:
         steps = range(high), range(high, self.sampler.steps)
         return Stage(steps[0], self.guidance_scale), Stage(steps[1], self.guidance_scale_2)
 
+    def scales(self, stage: Stage) -> np.ndarray | None:
+        """The guidance scale at each step of the table, float32; None where one branch is run."""
+        if not stage.guided:
+            return None
+        if self.dynamic_guidance:
+            return dynamic(stage.guidance_scale, self.sampler.table().timestep, self.sampler.steps)
+        return np.full(self.sampler.steps, stage.guidance_scale, np.float32)
+
     @property
     def guided(self) -> bool:
         """Whether the negative prompt plays a part."""
@@ -78,7 +95,7 @@ class Request:
 
     @property
     def video(self) -> Video:
-        return Video(self.width, self.height, self.frames, self.branches, len(self.images))
+        return Video(self.width, self.height, self.frames, self.branches, len(self.images), bool(self.tiling))
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -96,12 +113,14 @@ class Request:
             "steps": self.sampler.steps,
             "guidance_scale": self.guidance_scale,
             **({} if self.boundary_ratio is None else self.of_experts()),
+            **({} if self.dynamic_guidance is None else {"dynamic_guidance": self.dynamic_guidance}),
             "flow_shift": self.sampler.shift,
             "solver": self.sampler.solver.name,
             "sigma_grid": self.sampler.grid,
             "seed": self.seed,
             "noise": self.noise,
             **self.of_images(),
+            **({} if self.tiling is None else {"vae_tiling": self.tiling}),
         }
 
     def of_experts(self) -> dict[str, Any]:
@@ -128,9 +147,11 @@ def resolve(
     guidance_scale: float | None = None,
     guidance_scale_2: float | None = None,
     boundary_ratio: float | None = None,
+    dynamic_guidance: bool | None = None,
     image: Any = None,
     last_image: Any = None,
     fit: str | None = None,
+    vae_tiling: bool | None = None,
     flow_shift: float | None = None,
     solver: str | None = None,
     seed: int | None = None,
@@ -158,6 +179,7 @@ def resolve(
     check_size(width, height, model.size_multiple)
     frames = pick("frames", frames, card.frames)
     check_frames(frames, model.frame_multiple)
+    check_only(card, model, (width, height, frames))
     if frames == 1 and len(images) == 2:
         raise UserError(f"1 frame: a first and a last one take {model.frame_multiple + 1} at least")
     fps = pick("fps", fps, card.fps)
@@ -168,6 +190,8 @@ def resolve(
     follows = guidance_scale if origins["guidance_scale"] == "given" else None
     guidance_scale_2, boundary_ratio = pick_experts(pick, card, model, follows, guidance_scale_2, boundary_ratio)
     sampler = make_sampler(card, model, pick, steps, flow_shift, solver, (width, height))
+    dynamic_guidance = pick_dynamic_guidance(pick, card, sampler, dynamic_guidance)
+    tiling = pick_tiling(pick, card, model, vae_tiling)
     seed = pick("seed", seed, DEFAULT_SEED, "default")
     if seed == -1:
         seed, origins["seed"] = secrets.randbelow(2**32), "random"
@@ -186,8 +210,10 @@ def resolve(
         guidance_scale=float(guidance_scale),
         guidance_scale_2=guidance_scale_2,
         boundary_ratio=boundary_ratio,
+        dynamic_guidance=dynamic_guidance,
         images=images,
         fit=fit,
+        tiling=tiling,
         seed=seed,
         noise=noise,
         sampler=sampler,
@@ -229,8 +255,10 @@ def pick_size(
     """(width, height): of a video from an image, where nothing is given, as its authors derive it from the image."""
     if size is not None or not images:
         return pick("size", size, card.size)
-    derived = model.image_size(images[0].size, card.size[0] * card.size[1])
-    return pick("size", None, derived, f"the aspect of {images[0].name}, the area of card {card.name}")
+    derived = model.image_size(images[0].size, card.size)
+    if derived == card.size:
+        return pick("size", None, derived)
+    return pick("size", None, derived, f"the aspect of {images[0].name}, scaled to card {card.name}")
 
 
 def pick_experts(
@@ -256,6 +284,25 @@ def pick_experts(
         ratio = pick("boundary_ratio", ratio, model.boundary_ratio, "model_index.json")
     check_boundary(ratio)
     return float(scale), ratio
+
+
+def pick_dynamic_guidance(pick, card: Card, sampler: Sampler, wish: bool | None) -> bool | None:
+    """Whether guidance changes from step to step, where that is known: by default with the card's solver."""
+    if not isinstance(sampler.schedule(), AlphaSchedule):
+        if wish is not None:
+            raise UserError(f"dynamic guidance: {card.name} knows none; leave it out, it is for CogVideoX")
+        return None
+    if card.dynamic_guidance and sampler.solver.name != "dpm":
+        return pick("dynamic_guidance", wish, False, f"solver {sampler.solver.name}; with dpm the card has it")
+    return pick("dynamic_guidance", wish, card.dynamic_guidance)
+
+
+def pick_tiling(pick, card: Card, model: Architecture, wish: bool | None) -> bool | None:
+    if model.tiles:
+        return pick("vae_tiling", wish, False, "default")
+    if wish:
+        raise UserError(f"vae tiling: the frames of {card.name} are not decoded in tiles; leave it out")
+    return None
 
 
 def pick_fit(pick, images: tuple[Picture, ...], size: tuple[int, int] | None, fit: str | None) -> str | None:
@@ -336,6 +383,16 @@ def check_frames(frames: int, multiple: int) -> None:
         raise UserError(f"{frames} frames: this model takes {multiple}k+1; {near}")
 
 
+def check_only(card: Card, model: Architecture, asked: tuple[int, int, int]) -> None:
+    """Raises UserError where a model makes one size and length, and another is asked for."""
+    if model.only is not None and asked != model.only:
+        (width, height, frames), only = asked, model.only
+        raise UserError(
+            f"{width}x{height}, {frames} frames: {card.name} has learned positions for {only[0]}x{only[1]} and "
+            f"{only[2]} frames alone; leave size and frames out"
+        )
+
+
 def make_sampler(
     card: Card,
     model: Architecture,
@@ -355,7 +412,7 @@ def make_sampler(
         origin += "" if own == card.flow_shift else ", for sizes up to that of 832x480"
         sampler = card_sampler(card, steps, own if shift is None else shift)
         pick("flow_shift", shift, sampler.shift, origin)
-        origin = f"card {card.name}"
+        origin = origin_in_card(card, "solver")
     else:
         origin = "scheduler_config.json"
         sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
@@ -368,16 +425,17 @@ def make_sampler(
         other = f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}" if disputed else ""
         pick("flow_shift", shift, sampler.shift, origin + other)
     name = pick("solver", solver, sampler.solver.name, origin)
-    if solver == "euler":
-        sampler = dataclasses.replace(sampler, solver=Euler())
-    elif solver == "unipc" and isinstance(sampler.solver, Euler):
+    alphas = isinstance(sampler.schedule(), AlphaSchedule)
+    if solver is not None and solver not in (fitting := OF_ALPHAS if alphas else OF_FLOWS):
+        raise UserError(f"solver {name!r}: choose {' or '.join(fitting)}")
+    if solver == "unipc" and isinstance(sampler.solver, Euler):
         # UniPC cannot start at sigma 1, where the grid of the Euler scheduler does.
         sampler, origin = dataclasses.replace(sampler, solver=UniPC(), grid="diffusers"), "solver unipc"
     elif solver not in (None, "unipc"):
-        raise UserError(f"solver {name!r}: choose {' or '.join(SOLVERS)}")
+        sampler = dataclasses.replace(sampler, solver=SOLVERS[solver])
     pick("sigma_grid", None, sampler.grid, origin)
     return sampler
 
 
 def card_sampler(card: Card, steps: int, shift: float) -> Sampler:
-    return Sampler(solver=Euler() if card.solver == "euler" else UniPC(), grid=card.grid, steps=steps, shift=shift)
+    return Sampler(solver=SOLVERS[card.solver], grid=card.grid, steps=steps, shift=shift)

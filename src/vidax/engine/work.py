@@ -98,12 +98,12 @@ class Encoded:
 
     texts: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     states: dict[tuple, np.ndarray] = dataclasses.field(default_factory=dict)
-    given: dict[tuple, Any] = dataclasses.field(default_factory=dict)
+    frames: dict[tuple, Any] = dataclasses.field(default_factory=dict)
 
     def inputs(self, request: Request, *, guided: bool) -> Inputs:
-        """Those of a job, with the negative prompt where it plays a part."""
+        """Those of a job, with the negative prompt where it plays a part; what is given of its latents is left out."""
         text = np.stack([self.texts[prompt] for prompt in request.prompts[: 1 + guided]])
-        return Inputs(text, self.states.get(seen(request)), self.given.get(framed(request)))
+        return Inputs(text, self.states.get(seen(request)))
 
 
 def seen(request: Request) -> tuple:

@@ -2,53 +2,85 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
 
 from vidax.errors import UserError, did_you_mean
-from vidax.models.interface import PARTS, Architecture, Model, Sources
+from vidax.models.architecture import Architecture
+from vidax.models.cogvideox import config as cogvideox
+from vidax.models.cogvideox import layouts as cogvideox_layouts
+from vidax.models.cogvideox.architecture import CogVideoXArchitecture
+from vidax.models.cogvideox.pipeline import CogVideoXModel
+from vidax.models.interface import PARTS, Sources
+from vidax.models.model import Model
 from vidax.models.registry import CARDS, Card, card_for
+from vidax.models.towers.t5 import T5_XXL
 from vidax.models.towers.tokenizer import find_tokenizer, nearest_tokenizer
+from vidax.models.wan import config as wan
+from vidax.models.wan import layouts as wan_layouts
 from vidax.models.wan.architecture import WanArchitecture
-from vidax.models.wan.config import CLIP_VIT_H, PUBLISHED, UMT5_XXL, WAN22_VAE
-from vidax.models.wan.layouts import DIFFUSERS_FILES, OFFICIAL_FILES, WAN
 from vidax.models.wan.pipeline import WanModel
 from vidax.weights import Folder, open_checkpoint
-from vidax.weights.hub import REPOSITORY, fetch
-from vidax.weights.layouts import Catalogue, components_in, differences, flag, identify
+from vidax.weights.files import list_checkpoints
+from vidax.weights.hub import REPOSITORY, Layout, fetch
+from vidax.weights.layouts import Catalogue, components_in, differences, flag, identify, own_folders
+
+Given = Mapping[str, Path]
 
 
-class Family(NamedTuple):
-    """What opens a family's models, and the components that they have."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """How the models of a family are found and opened.
 
+    pipelines:    the classes of their pipelines in model_index.json. Other folders are known by their tensors.
+    describe:     a card's model when nothing of it is on disk.
+    repositories: what is added to the name of a card's repository, and the files there that are a model.
+    """
+
+    pipelines: tuple[str, ...]
     open: Callable[[Sources], Model]
+    describe: Callable[[Card], Architecture]
     catalogue: Catalogue
+    repositories: tuple[tuple[str, Layout], ...]
 
 
-# By the class of the pipeline in model_index.json. Other folders are known by their tensors.
-FAMILIES = dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline"), Family(WanModel.open, WAN))
-
-
-def wan(card: Card) -> Architecture:
-    vae = PUBLISHED[card.dit]
+def describe_wan(card: Card) -> Architecture:
+    vae = wan.PUBLISHED[card.dit]
     return WanArchitecture(
         dit=card.dit,
         vae=vae,
-        text=UMT5_XXL,
-        image=CLIP_VIT_H if card.dit.image_dim else None,
+        text=wan.UMT5_XXL,
+        image=wan.CLIP_VIT_H if card.image_encoder else None,
         experts=card.experts,
-        first_frame=vae == WAN22_VAE,
+        first_frame=vae == wan.WAN22_VAE,
     )
 
 
-# By a card's family: its model when nothing of it is on disk.
-ARCHITECTURES: dict[str, Callable[[Card], Architecture]] = {"wan": wan}
+def describe_cogvideox(card: Card) -> Architecture:
+    return CogVideoXArchitecture(dit=card.dit, vae=cogvideox.PUBLISHED[card.dit], text=T5_XXL)
 
-REQUIRED = tuple(part for part in PARTS if part not in WAN.optional)
 
-Given = dict[str, Path]
+# By the name that cards give them.
+FAMILIES = {
+    "wan": Family(
+        pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+        open=WanModel.open,
+        describe=describe_wan,
+        catalogue=wan_layouts.WAN,
+        repositories=(("", wan_layouts.OFFICIAL_FILES), ("-Diffusers", wan_layouts.DIFFUSERS_FILES)),
+    ),
+    "cogvideox": Family(
+        pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline"),
+        open=CogVideoXModel.open,
+        describe=describe_cogvideox,
+        catalogue=cogvideox_layouts.COGVIDEOX,
+        repositories=(("", cogvideox_layouts.FILES),),
+    ),
+}
+PIPELINES = {name: family for family in FAMILIES.values() for name in family.pipelines}
+OPTIONAL = ("transformer_2", "image_encoder")  # of some models
+REQUIRED = tuple(part for part in PARTS if part not in OPTIONAL)
 
 
 def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
@@ -62,7 +94,7 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
         if not place.exists():
             raise UserError(f"{place}: no such file or folder; it is given as the {part.replace('_', ' ')}")
     if model is None and given:
-        opened = open_parts(Sources(parts=given))
+        opened = open_parts(Sources(parts=dict(given)))
         return card_for(opened, given["transformer"].stem), opened
     name = "demo" if model is None else str(model)
     if (path := Path(name)).exists():
@@ -71,8 +103,9 @@ def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
     if name in CARDS:
         return open_card(CARDS[name], given)
     if REPOSITORY.fullmatch(name):
-        more = [part for part in WAN.optional if part not in given]
-        folder = fetch([name], [DIFFUSERS_FILES, OFFICIAL_FILES], missing(given), more)
+        more = [part for part in OPTIONAL if part not in given]
+        layouts = [layout for family in FAMILIES.values() for _, layout in reversed(family.repositories)]
+        folder = fetch([name], layouts, missing(given), more)
         opened = open_parts(sources_at(folder, given))
         return card_for(opened, path.name), opened
     hint = did_you_mean(name.lower(), CARDS, cutoff=0.4)
@@ -87,7 +120,7 @@ def describe(model: str | os.PathLike | None) -> tuple[Card, Architecture]:
     card = None if model is None or Path(model).exists() else CARDS.get(str(model))
     if card is None or card.embedded is not None:
         return locate(model, {})
-    return card, ARCHITECTURES[card.family](card)
+    return card, FAMILIES[card.family].describe(card)
 
 
 def open_card(card: Card, given: Given) -> tuple[Card, Model]:
@@ -96,11 +129,12 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
         sources = sources_at(Path(str(files("vidax").joinpath(card.embedded))), given)
     elif needed := missing(given, card.parts):
         assert card.repository is not None, card.name
-        repositories = [card.repository, f"{card.repository}-Diffusers"]
-        folder = fetch(repositories, [OFFICIAL_FILES, DIFFUSERS_FILES], needed)
+        places = FAMILIES[card.family].repositories
+        repositories = [f"{card.repository}{suffix}" for suffix, _ in places]
+        folder = fetch(repositories, [layout for _, layout in places], needed)
         sources = dataclasses.replace(sources_at(folder, given), scheduler=None, image_processor=None)
     else:
-        sources = Sources(parts=given)
+        sources = Sources(parts=dict(given))
     opened = open_parts(sources)
     check_card(card, opened)
     return card, opened
@@ -109,6 +143,8 @@ def open_card(card: Card, given: Given) -> tuple[Card, Model]:
 def check_card(card: Card, model: Model) -> None:
     """Raises UserError if a model is not that of a card."""
     place = model.files["transformer"]
+    if model.family != card.family:
+        raise UserError(f"{place}: not {card.name}: a transformer of {FAMILIES[model.family].catalogue.title}")
     if difference := differences(model.dit, card.dit):
         raise UserError(f"{place}: not {card.name}: {difference}")
     if model.experts != card.experts:
@@ -129,32 +165,71 @@ def sources_at(path: Path, given: Given) -> Sources:
     """The parts in a folder or file, those that are given in their place."""
     if (path / "model_index.json").is_file():
         folder = Folder(path)
-        if folder.pipeline not in FAMILIES:
-            raise UserError(f"{path}: holds a {folder.pipeline}; vidax runs {', '.join(FAMILIES)}")
+        if folder.pipeline not in PIPELINES:
+            raise UserError(f"{path}: holds a {folder.pipeline}; vidax runs {', '.join(PIPELINES)}")
         there = [part for part in PARTS if part in REQUIRED or part in folder.components]
         parts = {part: folder.folder(part) for part in there if part not in given}
         return Sources(
-            parts=parts | given,
+            parts={**parts, **given},
             folder=path,
             options=folder.index,
             scheduler=folder.config("scheduler"),
             image_processor=folder.config("image_processor") if "image_processor" in folder.components else None,
         )
     if path.is_file():
-        known = identify(WAN, open_checkpoint(path))
-        return Sources(parts={known[0] if known else "transformer": path} | given)
+        checkpoint = open_checkpoint(path)
+        found = (identify(family.catalogue, checkpoint) for family in FAMILIES.values())
+        component = next((known[0] for known in found if known), "transformer")
+        return Sources(parts={component: path, **given})
     if not path.exists():
         raise UserError(f"{path}: no such folder; install vidax again")
-    parts = components_in(WAN, path, [part for part in WAN.kinds if part not in given])
+    catalogue = family_of([given.get("transformer", path)]).catalogue
+    parts = components_in(catalogue, path, [part for part in catalogue.kinds if part not in given])
     if tokenizer := find_tokenizer(path):
         parts["tokenizer"] = tokenizer
-    return Sources(parts=parts | given, folder=path)
+    return Sources(parts={**parts, **given}, folder=path)
+
+
+def family_of(places: Iterable[Path]) -> Family:
+    """The family that knows the transformer in these files and folders, or else another component of its own; the first
+    of all where none does.
+    """
+    other = None
+    for file in checkpoints_in(places):
+        checkpoint = open_checkpoint(file)
+        for family in FAMILIES.values():
+            if known := identify(family.catalogue, checkpoint):
+                if known[0] == "transformer":
+                    return family
+                other = other or family
+    return other or FAMILIES["wan"]
+
+
+def checkpoints_in(places: Iterable[Path]) -> Iterator[Path]:
+    """Files, and the checkpoints of folders, those of their transformers first."""
+    names = {name for family in FAMILIES.values() for name in own_folders(family.catalogue, "transformer")}
+    for place in places:
+        if not place.is_dir():
+            yield place
+            continue
+        for folder in (*(place / name for name in sorted(names)), place):
+            if folder.is_dir():
+                yield from list_checkpoints(folder)
 
 
 def open_parts(sources: Sources) -> Model:
-    # The only family so far: without a model_index.json nothing else can be meant.
-    family = FAMILIES[sources.options.get("_class_name", "WanPipeline")]
+    if pipeline := sources.options.get("_class_name"):
+        family = PIPELINES[pipeline]
+    else:
+        weights = (sources.parts.get(part) for part in ("transformer", "vae", "text_encoder"))
+        family = family_of(path for path in weights if path)
     catalogue = family.catalogue
+    for part in sources.parts:
+        if part not in (*catalogue.kinds, "tokenizer"):
+            name = part.replace("_", " ")
+            raise UserError(
+                f"{sources.parts[part]}: given as the {name}, and {catalogue.title} has none; leave {flag(part)} out"
+            )
     if absent := [part for part in catalogue.kinds if part not in (*sources.parts, *catalogue.optional)]:
         titles = " and no ".join(catalogue.kinds[part].title for part in absent)
         where = sources.folder or next(iter(sources.parts.values()))

@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from vidax.models.interface import PARTS, Model
+from vidax.models.architecture import Architecture
+from vidax.models.cogvideox import config as cogvideox
+from vidax.models.interface import PARTS
 from vidax.models.wan import config as wan
-from vidax.models.wan.dit import DiTConfig
 from vidax.sampling.schedules import Grid
 
 
@@ -15,8 +17,11 @@ class Card:
     """A model's name, where its weights are published, and the settings used where a request leaves them open.
 
     size is (width, height); a video from an image has so many pixels. `small_flow_shift` stands for sizes up to that of
-    480p, where there is one. Of two experts `guidance_scale` is that of the first, for high noise; steps below
-    `boundary_ratio` of the noise are the second's. `images`: how many it takes, at least and at most. `source` says
+    480p, where there is one; where the grid of noise levels is CogVideoX's, the shift is that of its signal-to-noise
+    ratio. `dynamic_guidance`: whether the guidance scale changes from step to step (`vidax.sampling.guidance`) with the
+    solver dpm. Of two experts `guidance_scale` is that of the first, for high noise; steps below
+    `boundary_ratio` of the noise are the second's. `images`: how many it takes, at least and at most;
+    `image_encoder`: whether it also looks at them with one. `source` says
     where the settings come from, `sources` which source a setting follows where the published ones disagree; `embedded`
     is the folder in this package, if it ships here. `trained_sizes` and `trained_frames` are what its authors support;
     empty where nobody says.
@@ -27,7 +32,7 @@ class Card:
     family: str
     repository: str | None
     parameters: str
-    dit: DiTConfig
+    dit: Any
     size: tuple[int, int]
     frames: int
     fps: int
@@ -40,6 +45,8 @@ class Card:
     guidance_scale_2: float | None = None
     small_flow_shift: float | None = None
     images: tuple[int, int] = (0, 0)
+    image_encoder: bool = False
+    dynamic_guidance: bool = False
     negative_prompt: str
     source: str
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -54,7 +61,7 @@ class Card:
     @property
     def parts(self) -> tuple[str, ...]:
         """Those of `PARTS` that the model has."""
-        absent = {"transformer_2": self.experts == 1, "image_encoder": not self.dit.image_dim}
+        absent = {"transformer_2": self.experts == 1, "image_encoder": not self.image_encoder}
         return tuple(part for part in PARTS if not absent.get(part))
 
     def shift(self, width: int, height: int) -> float:
@@ -144,6 +151,7 @@ WAN21_I2V_14B_720P = dataclasses.replace(
     repository="Wan-AI/Wan2.1-I2V-14B-720P",
     dit=wan.WAN21_I2V,
     images=(1, 1),
+    image_encoder=True,
     steps=40,
     small_flow_shift=3.0,  # _validate_args in generate.py: i2v at 832*480 and 480*832
     negative_prompt=wan.I2V_NEGATIVE_PROMPT,
@@ -218,6 +226,75 @@ WAN22_TI2V_5B = dataclasses.replace(
     trained_frames=(121,),
 )
 
+COGVIDEOX_2B = Card(
+    name="cogvideox-2b",
+    title="CogVideoX text to video, 2B",
+    family="cogvideox",
+    repository="THUDM/CogVideoX-2b",
+    parameters="2B",
+    dit=cogvideox.COGVIDEOX_2B,
+    size=(720, 480),
+    frames=49,
+    fps=8,
+    steps=50,
+    guidance_scale=6.0,
+    flow_shift=3.0,  # snr_shift_scale in scheduler/scheduler_config.json
+    solver="ddim",
+    grid="cogvideox",
+    negative_prompt="",
+    source="zai-org/CogVideo, inference/cli_demo.py and README.md",
+    sources={
+        "solver": "the comments of cli_demo.py of CogVideo recommend DDIM for 2B, whose code takes DPM for all models",
+    },
+    trained_sizes=((720, 480),),  # README.md: no other resolution is supported
+    trained_frames=(49,),
+)
+
+COGVIDEOX_5B = dataclasses.replace(
+    COGVIDEOX_2B,
+    name="cogvideox-5b",
+    title="CogVideoX text to video, 5B",
+    repository="THUDM/CogVideoX-5b",
+    parameters="5B",
+    dit=cogvideox.COGVIDEOX_5B,
+    flow_shift=1.0,
+    solver="dpm",
+    dynamic_guidance=True,
+    sources={},
+)
+
+COGVIDEOX_5B_I2V = dataclasses.replace(
+    COGVIDEOX_5B,
+    name="cogvideox-5b-i2v",
+    title="CogVideoX image to video, 5B",
+    repository="THUDM/CogVideoX-5b-I2V",
+    dit=cogvideox.COGVIDEOX_5B_I2V,
+    images=(1, 1),
+)
+
+COGVIDEOX15_5B = dataclasses.replace(
+    COGVIDEOX_5B,
+    name="cogvideox1.5-5b",
+    title="CogVideoX 1.5 text to video, 5B",
+    repository="THUDM/CogVideoX1.5-5B",
+    dit=cogvideox.COGVIDEOX15_5B,
+    size=(1360, 768),
+    frames=81,
+    fps=16,
+    trained_sizes=((1360, 768),),
+    trained_frames=(81, 161),
+)
+
+COGVIDEOX15_5B_I2V = dataclasses.replace(
+    COGVIDEOX15_5B,
+    name="cogvideox1.5-5b-i2v",
+    title="CogVideoX 1.5 image to video, 5B",
+    repository="THUDM/CogVideoX1.5-5B-I2V",
+    dit=cogvideox.COGVIDEOX15_5B_I2V,
+    images=(1, 1),
+    trained_sizes=(),  # README.md: any whose shorter side is 768 and whose longer is at most 1360
+)
+
 CARDS = {
     card.name: card
     for card in (
@@ -231,26 +308,33 @@ CARDS = {
         WAN22_T2V_A14B,
         WAN22_I2V_A14B,
         WAN22_TI2V_5B,
+        COGVIDEOX_2B,
+        COGVIDEOX_5B,
+        COGVIDEOX_5B_I2V,
+        COGVIDEOX15_5B,
+        COGVIDEOX15_5B_I2V,
     )
 }
 
 
-# For a folder whose network is none of these: what diffusers' pipelines take where nothing is said.
-UNNAMED = dataclasses.replace(
-    WAN21_T2V_14B,
-    name="",
-    title="A Wan model of another size",
-    repository=None,
-    parameters="?",
-    size=(832, 480),
-    negative_prompt="",
-    source="the defaults of diffusers' WanPipeline",
-    trained_sizes=(),
-    trained_frames=(),
-)
+def unnamed(card: Card, title: str, pipeline: str, **changes: Any) -> Card:
+    """A card for models like that of another, but of another size."""
+    unknown: dict[str, Any] = {"name": "", "repository": None, "parameters": "?", "sources": {}}
+    untrained: dict[str, Any] = {"trained_sizes": (), "trained_frames": ()}
+    source = f"the defaults of diffusers' {pipeline}"
+    return dataclasses.replace(card, title=title, source=source, **unknown, **untrained, **changes)
 
 
-def card_for(model: Model, name: str) -> Card:
+# By family, for a folder whose network is none of these: what diffusers' pipelines take where nothing is said.
+UNNAMED = {
+    "wan": unnamed(WAN21_T2V_14B, "A Wan model of another size", "WanPipeline", size=(832, 480), negative_prompt=""),
+    "cogvideox": unnamed(
+        COGVIDEOX_5B, "A CogVideoX model of another size", "CogVideoXPipeline", dynamic_guidance=False
+    ),
+}
+
+
+def card_for(model: Architecture, name: str) -> Card:
     """The card of the model that has this network, of several the one whose repository has that name; for an unknown
     network diffusers' defaults under the given name.
     """
@@ -259,4 +343,6 @@ def card_for(model: Model, name: str) -> Card:
     named = [card for card in known if card.repository and Path(card.repository).name.lower() in name.lower()]
     if known:
         return (named or known)[0]
-    return dataclasses.replace(UNNAMED, name=name, dit=model.dit, images=model.images)
+    unknown = UNNAMED[model.family]
+    only: dict[str, Any] = {} if model.only is None else {"size": model.only[:2], "frames": model.only[2]}
+    return dataclasses.replace(unknown, name=name, dit=model.dit, images=model.images, **only)

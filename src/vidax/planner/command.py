@@ -9,7 +9,7 @@ import numpy as np
 from vidax.engine.engine import DTYPES
 from vidax.engine.request import IMAGES, resolve
 from vidax.errors import UserError
-from vidax.models.interface import Architecture
+from vidax.models.architecture import Architecture
 from vidax.models.locate import describe
 from vidax.models.registry import Card
 from vidax.parallel import mesh as meshes

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from vidax.engine.loading import apart
 from vidax.engine.request import Request
 from vidax.engine.residency import ROUGH_STREAMS, Stack, decide, fill
-from vidax.models.interface import Architecture, Footprint
+from vidax.models.architecture import Architecture
+from vidax.models.interface import Footprint
 from vidax.nn import named_leaves, placement
 from vidax.planner.chips import Chip, Topology, chips
 from vidax.planner.schedule import operation_seconds, operations
@@ -191,7 +192,7 @@ def encode_images(model: Architecture, request: Request, target: Target, full: b
         program = compiled_or_weights(
             functools.partial(model.lower_encode, request.video, target.mesh), weights, target
         )
-    return resident("encode images", specs["encoder"], program, model.chunks(request.video), target)
+    return resident("encode images", specs["encoder"], program, len(model.encoded_chunks(request.video)), target)
 
 
 def denoise(model: Architecture, request: Request, wish: Residency | None, dtype: Any, target: Target) -> Phase:
@@ -199,7 +200,6 @@ def denoise(model: Architecture, request: Request, wish: Residency | None, dtype
     waits in host memory.
     """
     place = request.video, dtype, target.mesh
-    past = request.sampler.table().past
     specs = model.specs(dtype)["transformer"]
     others = sum(bool(stage.steps) for stage in request.stages) - 1
     waiting = others * target.mesh.size * split_bytes(specs, placement(target.mesh))
@@ -207,7 +207,7 @@ def denoise(model: Architecture, request: Request, wish: Residency | None, dtype
         "denoise",
         specs,
         footprint=functools.partial(model.footprint, *place),
-        lower=functools.partial(model.lower_step, request.video, past, dtype, target.mesh),
+        lower=functools.partial(model.lower_step, request.video, request.sampler.table(), dtype, target.mesh),
         lower_layer=functools.partial(model.lower_layer, *place),
         flops=lambda: model.flops(request.video, dtype)["step"],
         runs=request.sampler.steps,
@@ -292,17 +292,21 @@ def device_weights(specs: Any, mesh: Any) -> int:
 
 
 def decode(model: Architecture, request: Request, target: Target, full: bool) -> Phase:
-    """The latent frames, one after the other. Its program takes minutes to compile at full size: without `full` it is
-    looked up in the table, if its network is there.
+    """The latent frames, chunk by chunk. Its program takes minutes to compile at full size: without `full` it is looked
+    up in the table, if its network is there.
     """
-    specs = model.specs(jnp.float32)["decoder"]
-    weights = device_weights(specs, target.mesh)
-    program = None if full else known(digest(specs), request.width * request.height, weights, target)
+    specs, video = model.specs(jnp.float32)["decoder"], request.video
+    weights, pixels = device_weights(specs, target.mesh), decoded_pixels(model, request)
+    program = None if full else known(digest(specs), pixels, weights, target)
     if program is None:
-        lower = functools.partial(model.lower_decode, request.width, request.height, target.mesh)
-        program = compiled_or_weights(lower, weights, target)
-    latent_frames = model.latent_shape(request.width, request.height, request.frames)[0]
-    return resident("decode", specs, program, latent_frames, target)
+        program = compiled_or_weights(functools.partial(model.lower_decode, video, target.mesh), weights, target)
+    return resident("decode", specs, program, model.decodings(video), target)
+
+
+def decoded_pixels(model: Architecture, request: Request) -> int:
+    """Of a frame, or of one of the tiles that it is decoded in."""
+    height, width = model.latents_to_decode(request.video)[-1][2:4]
+    return height * width * model.vae.space_factor**2
 
 
 def compiled_or_weights(lower: Callable[[], Any], weights: int, target: Target) -> Program:

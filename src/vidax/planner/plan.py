@@ -16,7 +16,7 @@ from vidax.engine.engine import Engine
 from vidax.engine.request import Request
 from vidax.engine.residency import check_limit, gb, memory
 from vidax.errors import UserError
-from vidax.models.interface import Architecture
+from vidax.models.architecture import Architecture
 from vidax.models.registry import Card
 from vidax.parallel import mesh as meshes
 from vidax.parallel.mesh import AXES, MeshShape
@@ -35,7 +35,7 @@ from vidax.weights.memory import USABLE
 from vidax.weights.residency import Residency
 
 SEARCHED = 3  # meshes that a search compiles
-SETTINGS = ("size", "frames", "steps", "guidance_scale", "guidance_scale_2", "boundary_ratio", "solver")
+SETTINGS = ("size", "frames", "steps", "guidance_scale", "guidance_scale_2", "boundary_ratio", "solver", "vae_tiling")
 NOTEWORTHY = 0.97  # of the chosen mesh's time, below which another is recommended
 
 
@@ -231,12 +231,13 @@ def require_room(engine: Engine, requests: Iterable[Request]) -> None:
         return
     first = engine.mesh.devices.flat[0]
     target = Target(mesh=engine.mesh, topology=slice_of(first, engine.mesh.size), budget=budget, compiles=False)
-    for request in {(request.width, request.height): request for request in requests}.values():
+    for request in {(request.width, request.height, request.tiling): request for request in requests}.values():
         takes = decode(engine.model, request, target, full=False).device_bytes
         if takes > budget:
             raise UserError(
                 f"{request.width}x{request.height}: decoding takes {gb(takes)} of each device by the plan, and "
-                f"{engine.memory.origin} is {gb(budget)}; use more devices or a smaller size, or try it with --force"
+                f"{engine.memory.origin} is {gb(budget)}; use more devices or a smaller size"
+                f"{in_tiles(engine.model, request)}, or try it with --force"
             )
 
 
@@ -384,10 +385,16 @@ def way_out(plan: Plan, model: Architecture, target: Target) -> str:
         share = max(0.01, (budget - worst.weights_bytes) / (worst.device_bytes - worst.weights_bytes))
         way = f"{over}{math.ceil(target.mesh.size / share)} devices would hold it"
         size = f", or a size of at most {share:.0%} of the pixels"
-        return way + (size if worst.name in ("decode", "encode images") else "")
+        tiles = in_tiles(model, request) if worst.name == "decode" else ""
+        return way + (size if worst.name in ("decode", "encode images") else "") + tiles
     own = worst.device_bytes - worst.weights_bytes
     share = max(0.0, (budget - worst.weights_bytes) / own)
     multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]
     frames = (max(1, int(latent * share)) - 1) * multiple + 1
     more = math.ceil(target.mesh.size / share) if share else 0
     return f"{over}{frames} frames would fit, by their share" + (f", or {more} devices in seq" if share else "")
+
+
+def in_tiles(model: Architecture, request: Request) -> str:
+    """That a video can be decoded in tiles, where it is not."""
+    return ", or decode in tiles (--vae-tiling)" if model.tiles and not request.tiling else ""

@@ -20,11 +20,12 @@ class Stream:
     seed: 0 to 2**64 - 1. Both kinds use its lower 32 bits only: seeds that agree in them give the same noise.
     kind: "torch" is `torch.randn` with one CPU generator, which diffusers draws from, within 1e-6; "jax" is
           `jax.random.normal` with the seed's key, into which later draws fold their number.
+    order: the axes of an array in the order in which its numbers are drawn; that of the array if empty.
 
     Raises `UserError` for other seeds and kinds.
     """
 
-    def __init__(self, seed: int, kind: Kind = "torch"):
+    def __init__(self, seed: int, kind: Kind = "torch", order: Sequence[int] = ()):
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
             raise UserError(
                 f"seed {seed!r}: a seed is a whole number from 0 to {SEEDS - 1}; "
@@ -32,11 +33,14 @@ class Stream:
             )
         if kind not in KINDS:
             raise UserError(f"noise kind {kind!r} is unknown: choose torch or jax")
-        self._source = KINDS[kind](seed % 2**32)
+        self._source, self._order = KINDS[kind](seed % 2**32), tuple(order)
 
     def normal(self, shape: Sequence[int]) -> np.ndarray:
         """The next draw."""
-        return self._source.normal(tuple(shape))
+        if not self._order:
+            return self._source.normal(tuple(shape))
+        drawn = self._source.normal(tuple(shape[axis] for axis in self._order))
+        return drawn.transpose(np.argsort(self._order))
 
     def skip(self, shape: Sequence[int]) -> None:
         """Pass over the next draw, at a fraction of its cost."""
@@ -48,13 +52,15 @@ def normal(shape: Sequence[int], seed: int, kind: Kind = "torch") -> np.ndarray:
     return Stream(seed, kind).normal(shape)
 
 
-def fresh_noise(stream: Stream, shape: Sequence[int], steps: int) -> Iterator[np.ndarray]:
-    """Noise for each step of the solver `DPM`, from the stream that made the initial noise.
+def fresh_noise(stream: Stream, shape: Sequence[int], steps: range) -> Iterator[np.ndarray]:
+    """Noise for each of these steps of the solver `DPM`, from the stream that made the initial noise.
 
     As diffusers' `CogVideoXDPMScheduler` draws it: every step but the first draws twice, and the second draw is the one
     that counts. (Its last step may draw once, where noise has no weight.)
     """
-    for i in range(steps):
+    for _ in range(max(0, 2 * steps.start - 1)):  # of the steps before them
+        stream.skip(shape)
+    for i in steps:
         if i > 0:
             stream.skip(shape)
         yield stream.normal(shape)

@@ -14,7 +14,7 @@ from typing import Any
 from vidax.errors import UserError
 from vidax.weights.checkpoint import Checkpoint, few, read_json
 from vidax.weights.files import list_checkpoints, open_checkpoint
-from vidax.weights.held import held_config
+from vidax.weights.held import HELD, held_config
 from vidax.weights.mapping import Mapping as Names
 from vidax.weights.mapping import check_names
 
@@ -35,6 +35,11 @@ class Layout:
     markers: tuple[str, ...]
     names: Callable[[Any], Names]
     ours: bool = False
+
+
+def ours(*markers: str) -> Layout:
+    """That of files which `vidax convert` wrote."""
+    return Layout(name="vidax", markers=markers, names=lambda config: HELD, ours=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,10 @@ class Shapes:
             name = self.names.rename(parameter).replace("{}", "0")
             raise UserError(f"{self.checkpoint.path}: has no tensor {name}; it is not complete, download it again")
         return name
+
+    def axes(self, parameter: str) -> int:
+        """How many axes a parameter has."""
+        return len(self.checkpoint[self.name(parameter)].shape)
 
     def size(self, parameter: str) -> int:
         """How many values a parameter has, whatever its axes."""

@@ -13,25 +13,24 @@ Source: diffusers' cogvideox_transformer_3d.py and zai-org/CogVideo, sat/dit_vid
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
+from vidax.models.transformer import DiffusionTransformer, residual
 from vidax.nn import (
     MLP,
     LayerNorm,
     Linear,
     Spec,
     fan_in,
-    gathered,
     module,
     sinusoid,
     stack,
     static,
-    through_layers,
 )
 from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import axis_angles, grid_table, over_grid, rotate
@@ -154,8 +153,8 @@ class Block:
             ffn=MLP.spec(c.dim, c.mlp_dim, c.dim, dtype, "gelu_tanh"),
         )
 
-    def __call__(self, tokens: "Tokens") -> jax.Array:
-        """The residual stream [B S+L D] float32 after this block."""
+    def __call__(self, tokens: "Tokens", context: "Context") -> jax.Array:
+        """The residual stream [B S+L D] float32 after this block. The context is among the tokens."""
         dtype = self.attn.q.weight.dtype
         h, gate = self.norm1(tokens)
         tokens = tokens.with_x(tokens.x + self.attn(h.astype(dtype), tokens.rope, tokens.real) * gate)
@@ -185,7 +184,7 @@ class Head:
 
 
 @module
-class DiT:
+class DiT(DiffusionTransformer):
     patch_embedding: Linear
     text_embedding: Linear
     positions: Any  # [S+L D], or None
@@ -194,6 +193,8 @@ class DiT:
     blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
     head: Head
     config: DiTConfig = static()
+
+    layer: ClassVar = Block
 
     @staticmethod
     def spec(c: DiTConfig, dtype=jnp.bfloat16):
@@ -216,8 +217,11 @@ class DiT:
             config=c,
         )
 
-    def prepare(self, text: jax.Array) -> "Context":
-        """Text embeddings [B S text_dim], padding included, to the tokens that every step begins with."""
+    def prepare(self, text: jax.Array, image: jax.Array | None = None) -> "Context":
+        """Text embeddings [B S text_dim], padding included, to the tokens that every step begins with. No CogVideoX has
+        an image encoder.
+        """
+        assert image is None
         return Context(constrain(self.text_embedding(text), "batch", None, None))
 
     def embed(self, latents: jax.Array, timesteps: jax.Array, context: "Context", given: int = 0) -> "Tokens":
@@ -256,11 +260,6 @@ class DiT:
             time = time + self.ofs_embedding(sinusoid(jnp.full((1,), OFS), c.ofs_dim))
         return Tokens(residual(x), constrain(time, "batch", None), rope, real, words)
 
-    def block(self, layer: Block, tokens: "Tokens", context: "Context") -> "Tokens":
-        """One layer, whose weights lie as they are stored. The context is among the tokens."""
-        layer = gathered(Block.spec(self.config, None), layer)
-        return dataclasses.replace(tokens, x=layer(tokens))
-
     def finish(self, tokens: "Tokens", latents: jax.Array) -> jax.Array:
         """What the model predicts, [B F H W out_channels] float32 and whole on every device, from what the last layer
         gives, for latents [B F H W C].
@@ -271,18 +270,6 @@ class DiT:
         return rearrange(
             patches, "b (f h w) (c pt ph pw) -> b (f pt) (h ph) (w pw) c", f=f, h=h, w=w, pt=pt, ph=ph, pw=pw
         )
-
-    def __call__(self, latents: jax.Array, timesteps: jax.Array, context: "Context", given: int = 0) -> jax.Array:
-        """What the model predicts, [B F H W out_channels] float32, for latents [B F H W C], timesteps [B] and context
-        from `prepare`. A layer that lies in host memory is copied to the device for its turn.
-        """
-        tokens = self.embed(latents, timesteps, context, given)
-
-        def step(layer: Block, x: jax.Array) -> jax.Array:
-            return self.block(layer, dataclasses.replace(tokens, x=x), context).x
-
-        x = through_layers(step, Block.spec(self.config, None), self.blocks, tokens.x)
-        return self.finish(dataclasses.replace(tokens, x=x), latents)
 
 
 @module
@@ -302,6 +289,8 @@ class Tokens:
     real: int = static()  # how many tokens are no padding
     text: int = static()  # how many of them, the first, are text
 
+    axes: ClassVar = {"x": ("batch", "tokens", None), "time": ("batch", None), "rope": ("tokens", None)}
+
     def with_x(self, x: jax.Array) -> "Tokens":
         return dataclasses.replace(self, x=residual(x))
 
@@ -311,11 +300,6 @@ class Tokens:
         """
         is_text = jnp.arange(self.x.shape[1])[:, None] < self.text
         return [jnp.where(is_text, a[:, None], b[:, None]) for a, b in zip(text, video, strict=True)]
-
-
-def residual(x: jax.Array) -> jax.Array:
-    """Tokens [B S+L D] as they lie between the layers."""
-    return constrain(x, "batch", "tokens", None)
 
 
 def modulation(linear: Linear, time: jax.Array, vectors: int) -> list[jax.Array]:

@@ -1,12 +1,13 @@
-"""Where each parameter of a CogVideoX transformer stands in the published checkpoints: the diffusers layout and that of
-the official code (SAT).
+"""Where each parameter of a CogVideoX model stands in the published checkpoints: the diffusers layout and that of the
+official code (SAT). The names that transformers gives the text encoder are in towers/t5_files.py.
 
 A rename turns our path (left, a regular expression) into the checkpoint's name; renames apply in order. `{}` is the
-layer's number. Sources: diffusers' cogvideox_transformer_3d.py; zai-org/CogVideo, sat/dit_video_concat.py and
-tools/convert_weight_sat2hf.py.
+layer's number. Sources: diffusers' cogvideox_transformer_3d.py and autoencoder_kl_cogvideox.py; zai-org/CogVideo,
+sat/dit_video_concat.py, sat/vae_modules/cp_enc_dec.py and tools/convert_weight_sat2hf.py.
 """
 
 from vidax.models.cogvideox.dit import DiTConfig
+from vidax.models.cogvideox.vae import VAEConfig
 from vidax.weights.mapping import Mapping
 
 ENDS = r"\.(weight|bias)$"
@@ -36,13 +37,13 @@ LAYER = "transformer.layers.{}."
 ADALN = "mixins.adaln_layer."
 MODULATIONS = ("norm1.video", "norm2.video", "norm1.text", "norm2.text")
 
-SAT_UNUSED = (
+OFFICIAL_UNUSED = (
     (r"\.freqs_(sin|cos)$", "computed from the video's size"),
     (r"^transformer\.(word_embeddings|position_embeddings)\.", "not used by this network"),
 )
 
 
-def dit_sat(c: DiTConfig | None = None) -> Mapping:
+def dit_official(c: DiTConfig | None = None) -> Mapping:
     """The official layout behind "model.diffusion_model.". Queries, keys and values are one matrix, and so are the four
     modulations of a layer. Where positions are not learned their table may be there and is left unread.
     """
@@ -75,5 +76,39 @@ def dit_sat(c: DiTConfig | None = None) -> Mapping:
             (r"^blocks\.ffn\.fc1\.", f"{LAYER}mlp.dense_h_to_4h."),
             (r"^blocks\.ffn\.fc2\.", f"{LAYER}mlp.dense_4h_to_h."),
         ),
-        skips=(*SAT_UNUSED, *positions),
+        skips=(*OFFICIAL_UNUSED, *positions),
     )
+
+
+VAE_COMMON = (
+    (r"\.first\.(norm|conv)\.", r".\g<1>1."),
+    (r"\.second\.(norm|conv)\.", r".\g<1>2."),
+    (r"\.out\.(norm|conv)\.", r".\1_out."),
+    (r"\.(conv1|conv2|conv_in|conv_out|conv_y|conv_b)\.", r".\1.conv."),
+)
+VAE_DIFFUSERS = Mapping(renames=VAE_COMMON)
+
+
+def vae_official(c: VAEConfig | None = None) -> Mapping:
+    """`3d-vae.pt`. The official code counts the decoder's levels from that of the largest frames."""
+    last = len((c or VAEConfig()).channels) - 1
+    return Mapping(
+        renames=(
+            *VAE_COMMON,
+            *((rf"^decoder\.up_blocks\.{level}\.", f"decoder.up.{last - level}.") for level in range(last + 1)),
+            (r"\.down_blocks\.", ".down."),
+            (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+            (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+            (r"\.resnets\.", ".block."),
+            (r"\.(up|down)samplers\.0\.", r".\1sample."),
+            (r"\.conv_shortcut\.", ".nin_shortcut."),
+        ),
+        skips=((r"^loss\.", "only for training"),),
+    )
+
+
+# What is left unread of an autoencoder, by the half that is not needed: the same names in every layout.
+VAE_UNUSED = {
+    half: dict.fromkeys(("diffusers", "official", "vidax"), ((rf"^{half}\.", f"only {other} is needed"),))
+    for half, other in (("encoder", "decoding"), ("decoder", "encoding"))
+}

@@ -42,7 +42,7 @@ class VAEConfig:
     blocks: int = 3  # residual blocks of an encoder level; a decoder level has one more
     groups: int = 32  # of channels, in norms
     time_factor: int = 4
-    scaling_factor: float = 1.15258426
+    scaling_factor: float | None = 1.15258426  # None where nothing says it
     invert_scale_latents: bool = False  # latents of an image are divided by the scaling factor
     sample_height: int = 480
     sample_width: int = 720
@@ -59,6 +59,7 @@ class VAEConfig:
     @property
     def image_scale(self) -> float:
         """What the latents of an image are multiplied by."""
+        assert self.scaling_factor is not None
         return 1 / self.scaling_factor if self.invert_scale_latents else self.scaling_factor
 
 
@@ -261,8 +262,9 @@ class Moments(NamedTuple):
     mean: jax.Array
     log_variance: jax.Array  # in [-30, 20]
 
-    def sample(self, noise: jax.Array) -> jax.Array:
-        return self.mean + jnp.exp(0.5 * self.log_variance) * noise
+    def sample(self, noise: np.ndarray) -> np.ndarray:
+        """On the host."""
+        return self.mean + np.exp(0.5 * np.asarray(self.log_variance)) * noise
 
 
 @module
@@ -283,21 +285,13 @@ class Encoder:
             config=c,
         )
 
-    def moments(self, frames: jax.Array, cache: Cache = None) -> tuple[Moments, Cache]:
-        """A chunk of frames [B F H W 3] in [-1, 1] to latents [B F' H/8 W/8 C]; see `chunks`."""
+    def __call__(self, frames: jax.Array, cache: Cache = None) -> tuple[Moments, Cache]:
+        """A chunk of frames [B F H W 3] in [-1, 1] to latents [B F' H/8 W/8 C] before they are scaled; see `chunks`."""
         past, cache = cache or (None, None)
         x, past = self.conv_in(in_strips(frames), past)
         x, cache = chain((*self.down_blocks, self.mid_block, self.out), x, cache, None)
         mean, log_variance = jnp.split(x, 2, axis=-1)
         return Moments(mean, jnp.clip(log_variance, -30, 20)), (in_strips(past), cache)
-
-    def __call__(
-        self, frames: jax.Array, cache: Cache = None, noise: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
-        """Scaled latents of a chunk: their mean, or with standard normal `noise` of their shape a sample."""
-        moments, cache = self.moments(frames, cache)
-        latents = moments.mean if noise is None else moments.sample(noise)
-        return latents * self.config.scaling_factor, cache
 
 
 @module
@@ -322,6 +316,7 @@ class Decoder:
         """A chunk of scaled latents [B F H W C] to frames [B F' 8H 8W 3]; see `chunks`. 1 latent frame gives 1 frame,
         an odd number 4F - 3, an even number 4F. They are not clipped to [-1, 1]: tiles are blended before that.
         """
+        assert self.config.scaling_factor is not None
         past, cache = cache or (None, None)
         z = latents / self.config.scaling_factor
         x, past = self.conv_in(in_strips(z), past)
@@ -344,35 +339,54 @@ class VAE:
 OVERLAP = (1 / 6, 1 / 5)  # of a tile, along height and width
 
 
+class Tile(NamedTuple):
+    """A part of latent frames."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def tile_rows(height: int, width: int, c: VAEConfig) -> list[list[Tile]]:
+    """Latent frames of a size in tiles that overlap, of half the height and width of the config's sample; those at the
+    bottom and at the right are smaller. Latents no larger than a tile are one.
+    """
+    tall, wide = (side // 2 // c.space_factor for side in (c.sample_height, c.sample_width))
+    if height <= tall and width <= wide:
+        return [[Tile(0, 0, height, width)]]
+    tops, lefts = (
+        range(0, side, int(most * (1 - overlap)))
+        for side, most, overlap in zip((height, width), (tall, wide), OVERLAP, strict=True)
+    )
+    return [[Tile(top, left, min(tall, height - top), min(wide, width - left)) for left in lefts] for top in tops]
+
+
 def decode_tiles(
     decode: Callable[[np.ndarray, Cache], tuple[jax.Array, Cache]], latents: np.ndarray, c: VAEConfig
 ) -> np.ndarray:
-    """Frames of whole scaled latents [B F H W C], decoded in tiles of half the height and width of the config's sample
-    and blended where they overlap, as diffusers does with `enable_tiling()`. Latents no larger than a tile are one.
+    """Frames of whole scaled latents [B F H W C], decoded in tiles and blended where they overlap, as diffusers does
+    with `enable_tiling()`.
 
     decode: a decoder's call, one program for each shape of a tile; there are up to four.
     """
-    sample = c.sample_height // 2, c.sample_width // 2
-    tile = [side // c.space_factor for side in sample]
-    blended = [int(side * overlap) for side, overlap in zip(sample, OVERLAP, strict=True)]  # pixels
-    if all(side <= most for side, most in zip(latents.shape[2:4], tile, strict=True)):
-        return decode_tile(decode, latents)
-    starts = [
-        range(0, side, int(most * (1 - overlap)))
-        for side, most, overlap in zip(latents.shape[2:4], tile, OVERLAP, strict=True)
-    ]
+    sides = c.sample_height // 2, c.sample_width // 2
+    blended = [int(side * overlap) for side, overlap in zip(sides, OVERLAP, strict=True)]  # pixels
+    height, width = (side - shared for side, shared in zip(sides, blended, strict=True))
     rows: list[np.ndarray] = []
     above: list[np.ndarray] = []
-    for top in starts[0]:
+    tiles = tile_rows(latents.shape[2], latents.shape[3], c)
+    for tiles_of_row in tiles:
         row: list[np.ndarray] = []
-        for i, left in enumerate(starts[1]):
-            frames = decode_tile(decode, latents[:, :, top : top + tile[0], left : left + tile[1]])
+        for i, (top, left, tall, wide) in enumerate(tiles_of_row):
+            frames = decode_tile(decode, latents[:, :, top : top + tall, left : left + wide])
             if above:
                 blend(above[i], frames, blended[0], axis=2)
             if row:
                 blend(row[-1], frames, blended[1], axis=3)
             row.append(frames)
-        height, width = (side - shared for side, shared in zip(sample, blended, strict=True))
+        if len(tiles) == len(row) == 1:
+            return row[0]
         rows.append(np.concatenate([frames[:, :, :height, :width] for frames in row], 3))
         above = row
     return np.concatenate(rows, 2)

@@ -51,8 +51,10 @@ class Tokenizer(abc.ABC):
     pad_id: int
 
     @abc.abstractmethod
-    def encode(self, prompts: Sequence[str], length: int = 512) -> Tokens:
-        """Clean and encode. What does not fit in `length` is cut at the end, and </s> stays the last token."""
+    def encode(self, prompts: Sequence[str], length: int = 512, *, clean: bool = True) -> Tokens:
+        """Encode, and before that perhaps mend (`clean_prompt`). What does not fit in `length` is cut at the end, and
+        </s> stays the last token.
+        """
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Tokenizer":
@@ -124,13 +126,13 @@ class JsonTokenizer(Tokenizer):
             )
         return JsonTokenizer(backend, pad_token, pad_id)
 
-    def encode(self, prompts: Sequence[str], length: int = 512) -> Tokens:
+    def encode(self, prompts: Sequence[str], length: int = 512, *, clean: bool = True) -> Tokens:
         assert length > self.backend.num_special_tokens_to_add(is_pair=False), length
         # The file may hold settings of its own; the caller's length replaces them.
         self.backend.enable_truncation(length)
         self.backend.enable_padding(length=length, pad_id=self.pad_id, pad_token=self.pad_token)
         # One by one: encode_batch starts threads, and tokenizers warns when a process with threads forks.
-        encoded = [self.backend.encode(clean_prompt(prompt)) for prompt in prompts]
+        encoded = [self.backend.encode(clean_prompt(prompt) if clean else prompt) for prompt in prompts]
         return Tokens(
             ids=np.array([e.ids for e in encoded], np.int32).reshape(len(encoded), length),
             lengths=np.array([sum(e.attention_mask) for e in encoded], np.int32),
@@ -162,8 +164,8 @@ class SpieceTokenizer(Tokenizer):
         pieces = [processor.id_to_piece(number) for number in ids.values()]
         return SpieceTokenizer(processor, ids["padding"], re.compile(f"({'|'.join(map(re.escape, pieces))})"))
 
-    def encode(self, prompts: Sequence[str], length: int = 512) -> Tokens:
-        encoded = [self.ids(clean_prompt(prompt)) for prompt in prompts]
+    def encode(self, prompts: Sequence[str], length: int = 512, *, clean: bool = True) -> Tokens:
+        encoded = [self.ids(clean_prompt(prompt) if clean else prompt) for prompt in prompts]
         end, room = [self.processor.eos_id()], length - 1
         rows = [(ids[:room] + end + [self.pad_id] * length)[:length] for ids in encoded]
         return Tokens(

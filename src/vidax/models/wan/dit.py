@@ -11,12 +11,13 @@ Source: Wan-Video/Wan2.1 and Wan2.2, wan/modules/model.py. Names of parameters f
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from vidax.models.transformer import DiffusionTransformer, residual
 from vidax.nn import (
     MLP,
     LayerNorm,
@@ -24,13 +25,11 @@ from vidax.nn import (
     RMSNorm,
     Spec,
     fan_in,
-    gathered,
     module,
     sinusoid,
     stack,
     standardize,
     static,
-    through_layers,
 )
 from vidax.ops.attention import attention, token_step
 from vidax.ops.rope import grid_table, rotate
@@ -195,7 +194,7 @@ class ImageEmbedding:
 
 
 @module
-class DiT:
+class DiT(DiffusionTransformer):
     patch_embedding: Linear
     text_embedding: MLP
     image_embedding: ImageEmbedding | None
@@ -204,6 +203,8 @@ class DiT:
     blocks: Any  # a Block, every leaf with a leading layer axis; None where the layers are elsewhere
     head: Head
     config: DiTConfig = static()
+
+    layer: ClassVar = Block
 
     @staticmethod
     def spec(c: DiTConfig, dtype=jnp.bfloat16):
@@ -231,7 +232,7 @@ class DiT:
         images = jnp.broadcast_to(image, (len(texts), *image.shape[1:]))
         return Context(texts, constrain(images, "batch", None, None))
 
-    def embed(self, latents: jax.Array, timesteps: jax.Array, given: int = 0) -> "Tokens":
+    def embed(self, latents: jax.Array, timesteps: jax.Array, context: "Context", given: int = 0) -> "Tokens":
         """What the layers work on, from latents [B F H W C] and timesteps [B] in 0..1000. The first `given` frames are
         clean: their timestep is 0. Zeros are added to the tokens where devices would not get the same number of them.
         """
@@ -253,11 +254,6 @@ class DiT:
         clean = given // pt * math.prod(grid[1:])
         return Tokens(residual(self.patch_embedding(x)), time, modulation, (cos, sin), real, clean)
 
-    def block(self, layer: Block, tokens: "Tokens", context: "Context") -> "Tokens":
-        """One layer, whose weights lie as they are stored."""
-        layer = gathered(Block.spec(self.config, None), layer)
-        return dataclasses.replace(tokens, x=layer(tokens, context))
-
     def decode(self, patches: jax.Array, grid: tuple[int, ...]) -> jax.Array:
         """Head outputs [B L pt*ph*pw*C] back to latents [B F H W C], whole on every device."""
         (f, h, w), (pt, ph, pw) = grid, self.config.patch
@@ -270,18 +266,6 @@ class DiT:
         """Predicted velocity [B F H W C] float32 from what the last layer gives, for latents of that shape."""
         grid = tuple(size // patch for size, patch in zip(latents.shape[1:4], self.config.patch, strict=True))
         return self.decode(self.head(tokens), grid)
-
-    def __call__(self, latents: jax.Array, timesteps: jax.Array, context: "Context", given: int = 0) -> jax.Array:
-        """Predicted velocity [B F H W C] float32 for latents [B F H W C], timesteps [B] and context from `prepare`, of
-        which the first `given` frames are clean. A layer that lies in host memory is copied to the device for its turn.
-        """
-        tokens = self.embed(latents, timesteps, given)
-
-        def step(layer: Block, x: jax.Array) -> jax.Array:
-            return self.block(layer, dataclasses.replace(tokens, x=x), context).x
-
-        x = through_layers(step, Block.spec(self.config, None), self.blocks, tokens.x)
-        return self.finish(dataclasses.replace(tokens, x=x), latents)
 
 
 @module
@@ -303,6 +287,13 @@ class Tokens:
     real: int = static()  # how many tokens are no padding
     clean: int = static()  # how many of them, the first, have timestep 0
 
+    axes: ClassVar = {
+        "x": ("batch", "tokens", None),
+        "time": ("batch", None, None),
+        "modulation": ("batch", None, None, None),
+        "rope": ("tokens", None),
+    }
+
     def each(self, vectors: jax.Array) -> list[jax.Array]:
         """Of vectors [B V n D], each of the n for all tokens: [B 1 D], or with two timesteps [B L D]. These a program
         for TPUs does not hold, because what they are multiplied with or added to comes at once; one for CPUs may.
@@ -311,11 +302,6 @@ class Tokens:
             return [vectors[:, :, i] for i in range(vectors.shape[2])]
         clean = jnp.arange(self.x.shape[1])[:, None] < self.clean
         return [jnp.where(clean, vectors[:, :1, i], vectors[:, 1:, i]) for i in range(vectors.shape[2])]
-
-
-def residual(x: jax.Array) -> jax.Array:
-    """Tokens [B L D] as they lie between the layers."""
-    return constrain(x, "batch", "tokens", None)
 
 
 def step_flops(c: DiTConfig, tokens: int, text_tokens: int = 512, image_tokens: int = 0) -> float:

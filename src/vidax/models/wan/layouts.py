@@ -24,8 +24,7 @@ from vidax.models.wan.config import (
 )
 from vidax.models.wan.dit import DiT
 from vidax.models.wan.vae import VAE
-from vidax.weights.held import HELD
-from vidax.weights.layouts import Catalogue, Kind, Layout, Shapes, Stranger
+from vidax.weights.layouts import Catalogue, Kind, Layout, Shapes, Stranger, ours
 from vidax.weights.mapping import Mapping as Names
 
 
@@ -114,12 +113,7 @@ def image_encoder_numbers(shapes: Shapes) -> dict[str, Any]:
 TRANSFORMER = Kind(
     title="transformer",
     layouts=(
-        Layout(
-            name="vidax",
-            markers=("time_projection.weight", "blocks.self_attn.q.weight", "head.head.weight"),
-            names=lambda config: HELD,
-            ours=True,
-        ),
+        ours("time_projection.weight", "blocks.self_attn.q.weight", "head.head.weight"),
         Layout(
             name="official",
             markers=("patch_embedding.weight", "time_projection.1.weight", "blocks.0.self_attn.q.weight"),
@@ -140,12 +134,7 @@ TRANSFORMER = Kind(
 VAE_KIND = Kind(
     title="autoencoder",
     layouts=(
-        Layout(
-            name="vidax",
-            markers=("encoder.out.conv.weight", "decoder.out.conv.weight"),
-            names=lambda config: HELD,
-            ours=True,
-        ),
+        ours("decoder.post_quant_conv.weight", "decoder.out.conv.weight"),
         Layout(
             name="official",
             markers=("encoder.conv1.weight", "decoder.upsamples.0.residual.2.weight", "decoder.head.2.weight"),
@@ -176,12 +165,7 @@ VAE_KIND = Kind(
 TEXT_ENCODER = Kind(
     title="text encoder",
     layouts=(
-        Layout(
-            name="vidax",
-            markers=("token_embedding.weight", "blocks.attention.relative_attention_bias", "blocks.mlp.gate.weight"),
-            names=lambda config: HELD,
-            ours=True,
-        ),
+        ours("token_embedding.weight", "blocks.attention.relative_attention_bias", "blocks.mlp.gate.weight"),
         Layout(
             name="official",
             markers=("blocks.0.attn.q.weight", "blocks.0.pos_embedding.embedding.weight", "blocks.0.ffn.gate.0.weight"),
@@ -210,12 +194,7 @@ def clip_diffusers(prefix: str, config: CLIPVisionConfig | None) -> Names:
 IMAGE_ENCODER = Kind(
     title="image encoder",
     layouts=(
-        Layout(
-            name="vidax",
-            markers=("class_embedding", "pre_norm.weight", "blocks.attention.q.weight"),
-            names=lambda config: HELD,
-            ours=True,
-        ),
+        ours("class_embedding", "pre_norm.weight", "blocks.attention.q.weight"),
         Layout(
             name="official",
             markers=("visual.cls_embedding", "visual.transformer.0.attn.to_qkv.weight"),
