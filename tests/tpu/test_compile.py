@@ -59,6 +59,24 @@ def test_a_layer_of_an_expert():
     assert program_bytes(compiled) < 7e9
 
 
+@pytest.mark.parametrize(
+    ("name", "topology", "mesh", "expected", "gigabytes"),
+    [
+        ("cogvideox-2b", "v6e:2x4", "data=2,seq=4", {}, 1.5),  # 30 heads, which 4 does not divide
+        ("cogvideox1.5-5b-i2v", "v4:2x2x1", "seq=4", {}, 6),
+    ],
+)
+def test_a_layer_of_joint_attention(name, topology, mesh, expected, gigabytes):
+    card, model = describe(name)
+    video = Video(*card.size, card.frames, 2, images=card.images[0])
+    compiled = model.lower_layer(video, jnp.bfloat16, mesh_of(topology, mesh)).compile()
+    ops = operations(compiled.as_text())
+    assert "host-call" not in compiled.as_text()
+    assert sum(op.kind == KERNEL for op in ops) == 1
+    print(collectives(ops), program_bytes(compiled))
+    assert program_bytes(compiled) < gigabytes * 1e9
+
+
 def test_a_clean_first_frame_takes_no_modulation_of_each_token():
     """Of two timesteps nothing [L 6 D] is held: a layer of TI2V-5B takes as much with an image as without."""
     card, model = describe("wan2.2-ti2v-5b")
