@@ -39,6 +39,7 @@ CASES = (
     (COGVIDEOX, "v4-8", (1360, 768)),
     (COGVIDEOX, "v6e-8", (1360, 768)),
     (COGVIDEOX, "v4-8", (720, 480)),
+    (COGVIDEOX, "v6e-8", (720, 480)),
     (COGVIDEOX, "v6e-1", (720, 480)),
     (COGVIDEOX, "v6e-1", (360, 240)),  # a tile
 )

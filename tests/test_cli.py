@@ -426,3 +426,8 @@ def test_ctrl_c_of_a_real_process(folder, tmp_path):
     assert process.returncode == 130, err
     assert out == "" and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "vidax", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("vidax ")

@@ -135,7 +135,7 @@ def test_refusals(name, fields, sentence, engine):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"dynamic_guidance": False}, "dynamic guidance: demo knows none; leave it out, it is for CogVideoX"),
+        ({"dynamic_guidance": False}, "dynamic guidance: demo knows none; leave it out"),
         ({"vae_tiling": True}, "vae tiling: the frames of demo are not decoded in tiles; leave it out"),
         ({"solver": "dpm"}, "solver 'dpm': choose unipc or euler"),
     ],

@@ -27,7 +27,8 @@ LAYERS = [
     ("vidax.planner",),
     ("vidax.server",),
     ("vidax.terminal",),
-    ("vidax.cli", "vidax.__main__"),
+    ("vidax.cli",),
+    ("vidax.__main__",),
 ]
 FOREIGN = {"torch", "torchvision", "transformers", "diffusers", "accelerate"}
 

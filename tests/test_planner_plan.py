@@ -110,6 +110,18 @@ def test_a_model_from_images_or_with_two_experts(name, words, images, phases, ch
     assert ("from 2 images" in told) == (images == 2) and ("guidance 5 and 5" in told) == (experts == 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "frames", "share", "fit"),
+    [("cogvideox-5b", 49, 0.9, 41), ("cogvideox1.5-5b", 81, 0.9, 65), ("wan2.1-t2v-14b", 81, 0.9, 69)],
+)
+def test_frames_that_would_fit(name, frames, share, fit):
+    """Of 13, 22 and 21 latent frames, as many as the share leaves, and a number of frames that the model takes."""
+    card, model = describe(name)
+    request = resolve(card, model, "any", frames=frames)
+    assert plan.frames_within(model, request, share) == fit
+    assert plan.frames_within(model, request, 0.0) == 1
+
+
 def test_an_expert_without_steps_is_not_there(folders):
     card, model = describe(folders["t2v 2.2"])
     place = target("v4-8", MeshShape(seq=4))

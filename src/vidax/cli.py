@@ -92,14 +92,14 @@ def parser() -> Parser:
     make.add_argument(
         "--dynamic-guidance",
         action=argparse.BooleanOptionalAction,
-        help="of CogVideoX: a scale that changes from step to step",
+        help="a scale that changes from step to step, of a model that knows one",
     )
     make.add_argument("--flow-shift", type=float, metavar="S", help="above 1, more steps at high noise")
-    make.add_argument("--solver", metavar="unipc|euler|ddim|dpm", help="the first two of Wan, the others of CogVideoX")
+    make.add_argument("--solver", metavar="unipc|euler|ddim|dpm", help="the first two or the last two, by the model")
     make.add_argument(
         "--vae-tiling",
         action=argparse.BooleanOptionalAction,
-        help="of CogVideoX: decode in tiles that overlap, for one small device",
+        help="decode in tiles that overlap, for one small device, of a model that can",
     )
     make.add_argument("--negative-prompt", metavar="TEXT", help="what to steer away from")
     make.add_argument(

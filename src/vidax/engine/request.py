@@ -290,7 +290,7 @@ def pick_dynamic_guidance(pick, card: Card, sampler: Sampler, wish: bool | None)
     """Whether guidance changes from step to step, where that is known: by default with the card's solver."""
     if not isinstance(sampler.schedule(), AlphaSchedule):
         if wish is not None:
-            raise UserError(f"dynamic guidance: {card.name} knows none; leave it out, it is for CogVideoX")
+            raise UserError(f"dynamic guidance: {card.name} knows none; leave it out")
         return None
     if card.dynamic_guidance and sampler.solver.name != "dpm":
         return pick("dynamic_guidance", wish, False, f"solver {sampler.solver.name}; with dpm the card has it")
@@ -377,7 +377,7 @@ def check_size(width: int, height: int, multiple: int) -> None:
 
 
 def check_frames(frames: int, multiple: int) -> None:
-    if frames < 1 or frames % multiple != 1:
+    if frames < 1 or (frames - 1) % multiple:
         below = max(1, (frames - 1) // multiple * multiple + 1)
         near = f"use {below} or {below + multiple}" if frames > 1 else "use 1"
         raise UserError(f"{frames} frames: this model takes {multiple}k+1; {near}")
@@ -416,7 +416,7 @@ def make_sampler(
     else:
         origin = "scheduler_config.json"
         sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
-        if (sampler.grid == "cogvideox") != (card.grid == "cogvideox"):
+        if type(sampler.schedule()) is not type(card_sampler(card, steps, sampler.shift).schedule()):
             raise UserError(
                 f"{origin}: {model.scheduler['_class_name']} is not for {card.name}, whose network knows another kind "
                 "of noise levels; take the scheduler that the model came with"

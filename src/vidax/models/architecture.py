@@ -27,28 +27,21 @@ class Networks(NamedTuple):
     """The modules of a family, each with a `spec` for its config."""
 
     transformer: Any
-    vae: Any  # of an encoder and a decoder
-    encoder: Any
-    decoder: Any
+    vae: Any  # with the fields `encoder` and `decoder`, either of which may be None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture(abc.ABC):
     """The configs of a model's parts and what follows from them.
 
-    family:      its name in the cards.
-    text_tokens: what a text is cut to, and padded to.
-    text_dtype:  of the text encoder's matrices, whatever is asked for; None for what is asked for.
-    noise_order: the axes of latents [1 F H W C] in the order in which noise is drawn for them.
+    dit:         the transformer's: dim, heads, head_size, layers, patch, text_dim, in_channels, out_channels.
+    vae:         the autoencoder's: latent_channels, space_factor, time_factor.
     experts:     how many transformers share the steps: the first takes those of high noise.
     boundary_ratio: of the training timesteps, where the second expert takes over, if the model came with it.
     scheduler:   `scheduler_config.json`, if the model came with one.
     """
 
-    family: ClassVar[str]
-    networks: ClassVar[Networks]
-    text_dtype: ClassVar[str | None] = None
-    noise_order: ClassVar[tuple[int, ...]]
+    text_dtype: ClassVar[str | None] = None  # of the text encoder's matrices, whatever is asked for
 
     dit: Any
     vae: Any
@@ -62,7 +55,24 @@ class Architecture(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def text_tokens(self) -> int: ...
+    def family(self) -> str:
+        """Its name in the cards."""
+
+    @property
+    @abc.abstractmethod
+    def networks(self) -> Networks: ...
+
+    @property
+    @abc.abstractmethod
+    def text_tokens(self) -> int:
+        """What a text is cut to, and padded to."""
+
+    @property
+    @abc.abstractmethod
+    def noise_order(self) -> tuple[int, ...]:
+        """The axes of latents [1 F H W C] in the order in which noise is drawn for them: (0, 4, 1, 2, 3) is PyTorch's
+        [1 C F H W].
+        """
 
     @property
     @abc.abstractmethod
@@ -110,8 +120,8 @@ class Architecture(abc.ABC):
 
     @property
     def frame_multiple(self) -> int:
-        """Frames are a multiple of this, plus one."""
-        return self.vae.time_factor * self.dit.patch[0]
+        """Frames are a multiple of this, plus one: as many as a latent frame stands for, unless a family says more."""
+        return self.vae.time_factor
 
     def latent_frames(self, frames: int) -> int:
         """Those that are decoded to so many frames."""
@@ -139,13 +149,13 @@ class Architecture(abc.ABC):
         """What the phases load, described: text_encoder, transformer, decoder, and where images are taken encoder and
         perhaps image_encoder.
         """
-        networks = self.networks
+        vae = self.networks.vae.spec(self.vae)
         return {
             "text_encoder": self.text_encoder_spec(dtype),
             **({"image_encoder": CLIPVision.spec(self.image, dtype)} if self.image else {}),
-            **({"encoder": networks.vae(networks.encoder.spec(self.vae), None)} if self.images[1] else {}),
+            **({"encoder": dataclasses.replace(vae, decoder=None)} if self.images[1] else {}),
             "transformer": self.transformer_spec(dtype),
-            "decoder": networks.vae(None, networks.decoder.spec(self.vae)),
+            "decoder": dataclasses.replace(vae, encoder=None),
         }
 
     def text_encoder_spec(self, dtype) -> T5Encoder:
@@ -159,14 +169,15 @@ class Architecture(abc.ABC):
 
     def frames_to_encode(self, video: Video) -> list[tuple[int, ...]]:
         """Shapes [1 F H W 3] of the first chunk that is encoded and, if there are others, of the last."""
-        return ends([(1, count, video.height, video.width, 3) for count in self.encoded_chunks(video)])
+        return first_and_last([(1, count, video.height, video.width, 3) for count in self.encoded_chunks(video)])
 
     def latents_to_decode(self, video: Video) -> list[tuple[int, ...]]:
         """Shapes [1 F H W C] of the first chunk that is decoded and, if there are others, of the last; of several tiles
         of the largest.
         """
         h, w = max(self.tiling(video), key=lambda tile: tile[0] * tile[1])
-        return ends([(1, count, h, w, self.vae.latent_channels) for count in self.decoded_chunks(video.frames)])
+        counts = self.decoded_chunks(video.frames)
+        return first_and_last([(1, count, h, w, self.vae.latent_channels) for count in counts])
 
     def decodings(self, video: Video) -> int:
         """How often the decoder runs for a video."""
@@ -234,14 +245,14 @@ class Architecture(abc.ABC):
 
     def lower_encode(self, video: Video, mesh: Mesh) -> Lowered:
         """That which encodes the last chunk of frames."""
-        return programs.lower_encode(self.networks.encoder.spec(self.vae), self.frames_to_encode(video), mesh)
+        return programs.lower_encode(self.networks.vae.spec(self.vae).encoder, self.frames_to_encode(video), mesh)
 
     def lower_decode(self, video: Video, mesh: Mesh) -> Lowered:
         """That which decodes the last chunk of latent frames."""
-        return programs.lower_decode(self.networks.decoder.spec(self.vae), self.latents_to_decode(video), mesh)
+        return programs.lower_decode(self.networks.vae.spec(self.vae).decoder, self.latents_to_decode(video), mesh)
 
 
-def ends(chunks: list[Any]) -> list[Any]:
+def first_and_last(chunks: list[Any]) -> list[Any]:
     """The first and, if there are others, the last."""
     return [chunks[0], chunks[-1]] if len(chunks) > 1 else chunks
 

@@ -26,7 +26,7 @@ from vidax.weights.files import list_checkpoints
 from vidax.weights.hub import REPOSITORY, Layout, fetch
 from vidax.weights.layouts import Catalogue, components_in, differences, flag, identify, own_folders
 
-Given = Mapping[str, Path]
+Places = Mapping[str, Path]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ OPTIONAL = ("transformer_2", "image_encoder")  # of some models
 REQUIRED = tuple(part for part in PARTS if part not in OPTIONAL)
 
 
-def locate(model: str | os.PathLike | None, given: Given) -> tuple[Card, Model]:
+def locate(model: str | os.PathLike | None, given: Places) -> tuple[Card, Model]:
     """Open a model and find its card.
 
     model: a folder or a checkpoint file; the name of a card; a repository of the Hugging Face hub; None for the demo,
@@ -123,7 +123,7 @@ def describe(model: str | os.PathLike | None) -> tuple[Card, Architecture]:
     return card, FAMILIES[card.family].describe(card)
 
 
-def open_card(card: Card, given: Given) -> tuple[Card, Model]:
+def open_card(card: Card, given: Places) -> tuple[Card, Model]:
     """A card's model, which must be that of the card. Its recipe is the card's, whichever copy of it is at hand."""
     if card.embedded is not None:
         sources = sources_at(Path(str(files("vidax").joinpath(card.embedded))), given)
@@ -151,7 +151,7 @@ def check_card(card: Card, model: Model) -> None:
         raise UserError(f"{place}: not {card.name}: experts {model.experts} instead of {card.experts}")
 
 
-def missing(given: Given, parts: Sequence[str] = REQUIRED) -> list[str]:
+def missing(given: Places, parts: Sequence[str] = REQUIRED) -> list[str]:
     """What of a model's parts a repository is needed for, and the recipe that comes with them. A tokenizer may lie with
     the text encoder.
     """
@@ -161,7 +161,7 @@ def missing(given: Given, parts: Sequence[str] = REQUIRED) -> list[str]:
     return [*needed, "scheduler"] if needed else []
 
 
-def sources_at(path: Path, given: Given) -> Sources:
+def sources_at(path: Path, given: Places) -> Sources:
     """The parts in a folder or file, those that are given in their place."""
     if (path / "model_index.json").is_file():
         folder = Folder(path)

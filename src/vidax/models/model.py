@@ -7,9 +7,10 @@ phase and takes its memory back.
 import abc
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +40,7 @@ from vidax.models.towers.tokenizer import NAMES, Tokenizer, nearest_tokenizer
 from vidax.parallel.rules import whole
 from vidax.sampling.noise import Stream
 from vidax.sampling.solvers import SolverState, SolverTable
-from vidax.weights import Component
+from vidax.weights import Component, checkpoint_names
 from vidax.weights.layouts import Catalogue, differences
 from vidax.weights.residency import Ring
 
@@ -52,18 +53,23 @@ class Model(Architecture):
 
     parts: by their names in `PARTS`. tokenizer: its file, or the text encoder's that has it inside.
     image_processor: `preprocessor_config.json`, if the model came with one.
-    unused: of the autoencoder, by the half that is not needed and the layout, what is left unread.
     """
-
-    cleans_text: ClassVar[bool]  # whether prompts are mended before they become tokens
-    masks_padding: ClassVar[bool]  # whether the text encoder is told which tokens are padding
-    unused: ClassVar[Mapping[str, Mapping[str, Sequence[tuple[str, str]]]]]
 
     parts: dict[str, Component]
     tokenizer: Path
     image_processor: dict[str, Any] | None = None
 
     # What a family says.
+
+    @property
+    @abc.abstractmethod
+    def cleans_text(self) -> bool:
+        """Whether prompts are mended before they become tokens."""
+
+    @property
+    @abc.abstractmethod
+    def masks_padding(self) -> bool:
+        """Whether the text encoder is told which tokens are padding."""
 
     @property
     @abc.abstractmethod
@@ -119,16 +125,19 @@ class Model(Architecture):
         return tuple(self.part(name, dtype) for name in ("transformer", "transformer_2")[: self.experts])
 
     def encoder(self) -> Part:
-        return self.half("encoder", unused="decoder")
+        return self.half("encoder", other="decoder")
 
     def decoder(self) -> Part:
-        return self.half("decoder", unused="encoder")
+        return self.half("decoder", other="encoder")
 
-    def half(self, name: str, unused: str) -> Part:
-        """Of the autoencoder, always float32."""
-        part = self.parts["vae"]
-        names = dataclasses.replace(part.names, skips=(*part.names.skips, *self.unused[unused][part.layout]))
-        return Part(self.specs(np.float32)[name], part.checkpoint(), names)
+    def half(self, name: str, other: str) -> Part:
+        """Of the autoencoder, always float32. The tensors of the other half are left unread."""
+        part, whole = self.parts["vae"], self.networks.vae.spec(self.vae)
+        unread = checkpoint_names(dataclasses.replace(whole, **{name: None}), part.names)
+        tensors = [re.escape(tensor.removeprefix(part.names.prefix)) for leaf in unread for tensor in leaf.names]
+        skip = f"^({'|'.join(tensors)})$", f"of the {other}, and only the {name} is needed"
+        names = dataclasses.replace(part.names, skips=(*part.names.skips, skip))
+        return Part(dataclasses.replace(whole, **{other: None}), part.checkpoint(), names)
 
     # Its phases.
 

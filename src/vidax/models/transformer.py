@@ -23,7 +23,8 @@ class Tokens(Protocol):
 class DiffusionTransformer:
     """A network of many like layers; its parts are pure functions of its weights.
 
-    layer: the class of a layer: `layer(tokens, context)` is the residual stream [B L D] after it.
+    layer: the class of a layer: `layer(tokens, context)` is the residual stream [B L D] after it, and
+        `layer.spec(config, dtype)` describes it, for a dtype of None too where only its axes are wanted.
     blocks: all layers, stacked; None where they are elsewhere. config: has at least dim, layers, heads, patch,
     in_channels and out_channels.
     """
@@ -34,7 +35,7 @@ class DiffusionTransformer:
 
     def prepare(self, text: jax.Array, image: jax.Array | None = None) -> Context:
         """Text embeddings [B S text_dim], and states of an image encoder [1 I image_dim], to what every step begins
-        with.
+        with: a module of arrays [B n D].
         """
         raise NotImplementedError
 

@@ -389,10 +389,19 @@ def way_out(plan: Plan, model: Architecture, target: Target) -> str:
         return way + (size if worst.name in ("decode", "encode images") else "") + tiles
     own = worst.device_bytes - worst.weights_bytes
     share = max(0.0, (budget - worst.weights_bytes) / own)
-    multiple, latent = model.frame_multiple, model.latent_shape(request.width, request.height, request.frames)[0]
-    frames = (max(1, int(latent * share)) - 1) * multiple + 1
+    frames = frames_within(model, request, share)
     more = math.ceil(target.mesh.size / share) if share else 0
     return f"{over}{frames} frames would fit, by their share" + (f", or {more} devices in seq" if share else "")
+
+
+def frames_within(model: Architecture, request: Request, share: float) -> int:
+    """The most frames that take this share of a request's latents, or the fewest that a video has."""
+
+    def latents(frames: int) -> int:
+        return model.latent_shape(request.width, request.height, frames)[0]
+
+    fewer = range(request.frames, 0, -model.frame_multiple)
+    return next((frames for frames in fewer if latents(frames) <= share * latents(request.frames)), fewer[-1])
 
 
 def in_tiles(model: Architecture, request: Request) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from vidax.media.image import stretch
 from vidax.models.architecture import Architecture, Networks
 from vidax.models.cogvideox.dit import DiT
-from vidax.models.cogvideox.vae import LATENT_FRAMES, VAE, Decoder, Encoder, chunks, tile_rows
+from vidax.models.cogvideox.vae import LATENT_FRAMES, VAE, chunks, tile_rows
 from vidax.models.interface import Video
 from vidax.models.programs import Known
 
@@ -16,7 +16,7 @@ from vidax.models.programs import Known
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CogVideoXArchitecture(Architecture):
     family: ClassVar = "cogvideox"
-    networks: ClassVar = Networks(DiT, VAE, Encoder, Decoder)
+    networks: ClassVar = Networks(DiT, VAE)
     text_dtype: ClassVar = "float32"  # padding is a part of the text, and in bfloat16 it is what errs most
     noise_order: ClassVar = (0, 1, 4, 2, 3)
     tiles: ClassVar = True

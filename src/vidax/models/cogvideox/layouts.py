@@ -13,7 +13,6 @@ from vidax.models.cogvideox.config import dit_config, t5_config, vae_config
 from vidax.models.cogvideox.dit import DiT
 from vidax.models.cogvideox.vae import VAE
 from vidax.models.towers import t5_files
-from vidax.models.towers.t5 import T5Encoder
 from vidax.weights.layouts import Catalogue, Kind, Layout, Shapes, Stranger, ours
 
 
@@ -94,24 +93,7 @@ VAE_KIND = Kind(
     spec=VAE.spec,
 )
 
-TEXT_ENCODER = Kind(
-    title="text encoder",
-    layouts=(
-        ours("token_embedding.weight", "relative_attention_bias", "blocks.mlp.gate.weight"),
-        Layout(
-            name="diffusers",
-            markers=(
-                "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-                "encoder.block.0.layer.1.DenseReluDense.wi_0.weight",
-            ),
-            names=lambda config: t5_files.TRANSFORMERS,
-        ),
-    ),
-    classes=("t5",),
-    numbers=t5_files.numbers,
-    config=t5_config,
-    spec=T5Encoder.spec,
-)
+TEXT_ENCODER = t5_files.kind("t5", t5_config)
 
 STRANGERS = (
     Stranger(

@@ -105,10 +105,3 @@ def vae_official(c: VAEConfig | None = None) -> Mapping:
         ),
         skips=((r"^loss\.", "only for training"),),
     )
-
-
-# What is left unread of an autoencoder, by the half that is not needed: the same names in every layout.
-VAE_UNUSED = {
-    half: dict.fromkeys(("diffusers", "official", "vidax"), ((rf"^{half}\.", f"only {other} is needed"),))
-    for half, other in (("encoder", "decoding"), ("decoder", "encoding"))
-}

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vidax.errors import UserError
-from vidax.models.cogvideox import mapping
 from vidax.models.cogvideox.architecture import CogVideoXArchitecture
 from vidax.models.cogvideox.config import PUBLISHED
 from vidax.models.cogvideox.layouts import COGVIDEOX
@@ -31,7 +30,6 @@ class CogVideoXModel(CogVideoXArchitecture, Model):
 
     cleans_text: ClassVar = False
     masks_padding: ClassVar = False
-    unused: ClassVar = mapping.VAE_UNUSED
 
     @staticmethod
     def open(sources: Sources) -> "CogVideoXModel":

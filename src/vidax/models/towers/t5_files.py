@@ -1,14 +1,14 @@
-"""T5 encoders as transformers saves them: `config.json`, the names of tensors, and what their shapes say.
+"""T5 encoders as a family's component: `config.json`, the names of tensors in transformers, and what shapes say.
 
 Source: transformers' modeling_t5.py and modeling_umt5.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vidax.models.towers.t5 import T5Config
+from vidax.models.towers.t5 import T5Config, T5Encoder
 from vidax.weights.configs import NOTHING, merge
-from vidax.weights.layouts import Shapes
+from vidax.weights.layouts import Kind, Layout, Shapes, ours
 from vidax.weights.mapping import Mapping as Names
 
 KEYS = {
@@ -68,3 +68,30 @@ TRANSFORMERS = Names(
     skips=((r"^spiece_model$", "the tokenizer, read by towers/tokenizer.py"),),
     aliases=(("shared.weight", "encoder.embed_tokens.weight"),),
 )
+
+FIRST, SECOND = "encoder.block.0.layer.0.", "encoder.block.1.layer.0."
+TABLE = "SelfAttention.relative_attention_bias.weight"
+# By which tensors transformers' files are known, and those of `vidax convert`.
+MARKERS = {
+    "umt5": (f"{FIRST}SelfAttention.q.weight", f"{SECOND}{TABLE}"),
+    "t5": (f"{FIRST}{TABLE}", "encoder.block.0.layer.1.DenseReluDense.wi_0.weight"),
+}
+TABLES = {"umt5": "blocks.attention.relative_attention_bias", "t5": "relative_attention_bias"}
+
+
+def kind(model_type: str, config: Callable[..., T5Config], *published: Layout) -> Kind:
+    """The text encoder of a family: of the type "umt5" or "t5", its config read by `config`. published: in which other
+    layouts it is published.
+    """
+    return Kind(
+        title="text encoder",
+        layouts=(
+            ours("token_embedding.weight", TABLES[model_type], "blocks.mlp.gate.weight"),
+            *published,
+            Layout(name="diffusers", markers=MARKERS[model_type], names=lambda config: TRANSFORMERS),
+        ),
+        classes=(model_type,),
+        numbers=numbers,
+        config=config,
+        spec=T5Encoder.spec,
+    )

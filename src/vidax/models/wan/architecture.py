@@ -11,7 +11,7 @@ from vidax.models.interface import Video
 from vidax.models.programs import Known
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.models.wan.dit import DiT
-from vidax.models.wan.vae import VAE, Decoder, Encoder
+from vidax.models.wan.vae import VAE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class WanArchitecture(Architecture):
     """first_frame: whether an image may be given as the clean first frame."""
 
     family: ClassVar = "wan"
-    networks: ClassVar = Networks(DiT, VAE, Encoder, Decoder)
+    networks: ClassVar = Networks(DiT, VAE)
     text_tokens: ClassVar = TEXT_TOKENS
     noise_order: ClassVar = (0, 4, 1, 2, 3)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from vidax.models.towers import t5_files
 from vidax.models.towers.clip_vision import CLIPVision, CLIPVisionConfig
-from vidax.models.towers.t5 import T5Encoder
 from vidax.models.wan import mapping
 from vidax.models.wan.config import (
     CLIP_VIT_H,
@@ -162,28 +161,14 @@ VAE_KIND = Kind(
     spec=VAE.spec,
 )
 
-TEXT_ENCODER = Kind(
-    title="text encoder",
-    layouts=(
-        ours("token_embedding.weight", "blocks.attention.relative_attention_bias", "blocks.mlp.gate.weight"),
-        Layout(
-            name="official",
-            markers=("blocks.0.attn.q.weight", "blocks.0.pos_embedding.embedding.weight", "blocks.0.ffn.gate.0.weight"),
-            names=lambda config: mapping.UMT5_OFFICIAL,
-        ),
-        Layout(
-            name="diffusers",
-            markers=(
-                "encoder.block.0.layer.0.SelfAttention.q.weight",
-                "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
-            ),
-            names=lambda config: t5_files.TRANSFORMERS,
-        ),
+TEXT_ENCODER = t5_files.kind(
+    "umt5",
+    t5_config,
+    Layout(
+        name="official",
+        markers=("blocks.0.attn.q.weight", "blocks.0.pos_embedding.embedding.weight", "blocks.0.ffn.gate.0.weight"),
+        names=lambda config: mapping.UMT5_OFFICIAL,
     ),
-    classes=("umt5",),
-    numbers=t5_files.numbers,
-    config=t5_config,
-    spec=T5Encoder.spec,
 )
 
 

@@ -66,20 +66,6 @@ VAE_DIFFUSERS = Mapping(
 
 VAE22_DIFFUSERS = Mapping(renames=(*VAE_DIFFUSERS.renames, (r"\.(up|down)samplers\.0\.", r".\1sampler.")))
 
-# What is left unread of an autoencoder, by the half that is not needed and the layout.
-VAE_UNUSED = {
-    "encoder": {
-        "diffusers": ((r"^(encoder|quant_conv)\.", "only decoding is needed"),),
-        "official": ((r"^(encoder|conv1)\.", "only decoding is needed"),),
-        "vidax": ((r"^encoder\.", "only decoding is needed"),),
-    },
-    "decoder": {
-        "diffusers": ((r"^(decoder|post_quant_conv)\.", "only encoding is needed"),),
-        "official": ((r"^(decoder|conv2)\.", "only encoding is needed"),),
-        "vidax": ((r"^decoder\.", "only encoding is needed"),),
-    },
-}
-
 
 def vae_official(c: VAEConfig) -> Mapping:
     """The official code numbers the layers of a level in one list with its up- or downsampling, and 2.1 those of all

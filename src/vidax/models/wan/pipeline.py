@@ -11,7 +11,6 @@ from vidax.errors import UserError
 from vidax.models.condition import NOTHING, Given
 from vidax.models.interface import Sources, Video
 from vidax.models.model import TOGETHER, Model, check_published, check_text, tokenizer_of
-from vidax.models.wan import mapping
 from vidax.models.wan.architecture import WanArchitecture
 from vidax.models.wan.condition import chunks, mask
 from vidax.models.wan.config import CLIP_VIT_H, PUBLISHED, UMT5_XXL
@@ -26,7 +25,6 @@ class WanModel(WanArchitecture, Model):
 
     cleans_text: ClassVar = True
     masks_padding: ClassVar = True
-    unused: ClassVar = mapping.VAE_UNUSED
 
     @staticmethod
     def open(sources: Sources) -> "WanModel":

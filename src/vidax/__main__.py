@@ -1,0 +1,5 @@
+"""`python -m vidax`."""
+
+from vidax.cli import main
+
+raise SystemExit(main())
