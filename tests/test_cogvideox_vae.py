@@ -135,7 +135,7 @@ def test_the_config():
     assert (read.channels, read.blocks, read.groups, read.scaling_factor) == ((8, 16, 16, 24), 1, 4, 0.7)
     assert (read.space_factor, read.time_levels, read.image_scale) == (8, 2, 0.7)
     assert vae_config({**tiny_cogvideox.VAE_CONFIG, "invert_scale_latents": True}, "tiny").image_scale == 1 / 0.7
-    assert vae_config({}, "none") == VAEConfig()
+    assert vae_config({}, "none") == VAEConfig(scaling_factor=None)
 
 
 @pytest.mark.parametrize(
