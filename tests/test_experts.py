@@ -64,9 +64,7 @@ class Phases(Silent):
         self.warnings.append(sentence)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("i2v 2.1", "float32"), ("5b", "float32"), ("i2v 2.2", "float32"), ("i2v 2.2", "bfloat16")]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("i2v 2.1", "float32"), ("5b", "float32"), ("i2v 2.2", "bfloat16")])
 def test_streamed_layers_make_the_same_bits(name, dtype, folder, tmp_path):
     """Resident, some or none of them, and from disk."""
     ready = convert(load(folder(name)).model, tmp_path / "ready", dtype=dtype)
@@ -89,12 +87,12 @@ def test_streamed_layers_make_the_same_bits(name, dtype, folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [*((name, "seq=2,tensor=2") for name in ("i2v 2.1", "i2v 2.2", "5b")), ("i2v 2.1", "data=2,seq=2")],
+    [("i2v 2.1", "data=2,seq=2,tensor=2"), ("i2v 2.2", "seq=2,tensor=2"), ("5b", "seq=2,tensor=2")],
 )
 def test_every_model_on_a_mesh(name, mesh, folder):
     """Measured: 1e-6. Heads, tokens and the two branches split, the image branch with them."""
     one = load(folder(name))
-    several = load(folder(name), mesh=mesh, devices=jax.devices()[:4])
+    several = load(folder(name), mesh=mesh, devices=jax.devices())
     (alone,), (shared,) = (
         frames(engine, request(engine, IMAGES[name], guidance_scale=4.0)) for engine in (one, several)
     )

@@ -198,10 +198,7 @@ def vae_alone(config: VAEConfig, height: int, width: int):
         (WAN21, 2, 6, "seq=4"),  # these two were 3 % off where the attention among pixels met the next convolution
         (WAN22, 4, 2, "seq=8"),
         (WAN21, 4, 8, "data=2"),
-        (WAN21, 12, 2, "tensor=4"),
         (WAN21, 12, 2, "data=2,seq=2,tensor=2"),
-        (WAN21, 3, 5, "seq=4,tensor=2"),
-        (WAN22, 4, 2, "seq=4"),
         (WAN22, 3, 5, "data=2,seq=2,tensor=2"),
     ],
 )
@@ -217,10 +214,8 @@ def test_vae(config, height, width, mesh):
 @pytest.mark.parametrize(
     ("config", "height", "width", "mesh"),
     [
-        (WAN21, 4, 8, "seq=1"),
-        (WAN21, 4, 8, "seq=4"),
         (WAN21, 6, 2, "seq=1"),
-        (WAN21, 6, 2, "seq=4"),
+        (WAN21, 4, 8, "seq=4"),
         (WAN22, 4, 2, "seq=1"),
     ],
 )
@@ -245,10 +240,9 @@ def demo_frames(mesh: str) -> np.ndarray:
     return engine.generate("a red circle moves right", steps=6, seed=3).frames
 
 
-@pytest.mark.parametrize("mesh", ["seq=4,tensor=2", "data=2,seq=2,tensor=2"])
-def test_demo(mesh):
+def test_demo():
     """All phases through the engine, 1.3e-5 per pixel measured."""
-    assert np.abs(demo_frames(mesh) - demo_frames("seq=1")).max() < 1e-3
+    assert np.abs(demo_frames("data=2,seq=2,tensor=2") - demo_frames("seq=1")).max() < 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from vidax.engine.engine import load
 from vidax.engine.progress import Silent
 from vidax.engine.work import Job
 from vidax.errors import UserError
+from vidax.models import model
 from vidax.models.interface import Footprint, Inputs, Video
 from vidax.models.programs import Places
-from vidax.models.wan import dit, pipeline
+from vidax.models.wan import dit
 from vidax.models.wan.config import TEXT_TOKENS
 from vidax.nn import map_specs, parameter_bytes
 from vidax.weights import load as load_weights
@@ -141,7 +142,7 @@ def test_interrupted_in_the_middle_of_a_step(converted_demo, source, monkeypatch
     engine = load(converted_demo, dtype="float32", mesh="seq=1", residency="streamed", stream_from=source)
     gc.collect()
     before, calls = device_bytes(), 0
-    through = pipeline.through
+    through = model.through
 
     def interrupted(*inputs):
         nonlocal calls
@@ -151,7 +152,7 @@ def test_interrupted_in_the_middle_of_a_step(converted_demo, source, monkeypatch
         return through(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "through", interrupted)
+        patch.setattr(model, "through", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPT, steps=3, frames=5)
     gc.collect()
