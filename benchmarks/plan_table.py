@@ -1,4 +1,5 @@
-"""Write the planner's table of decoders (src/vidax/planner/programs.json): compiled at full size, minutes each.
+"""Write the planner's table of decoders and encoders (src/vidax/planner/programs.json): compiled at full size, minutes
+each.
 
     python benchmarks/plan_table.py                 # every case that the table does not have in these versions
     python benchmarks/plan_table.py --only v5e-1    # cases that contain this text
@@ -43,6 +44,7 @@ CASES = (
     (COGVIDEOX, "v6e-1", (720, 480)),
     (COGVIDEOX, "v6e-1", (360, 240)),  # a tile
 )
+ENCODERS = (("cogvideox1.5-5b-i2v", "v4-8", (1360, 768)),)  # of one frame
 
 
 def main() -> None:
@@ -51,21 +53,23 @@ def main() -> None:
     arguments = parser.parse_args()
     held = json.loads(FILE.read_text())
     rows = held["rows"] if held["versions"] == plan.versions() else []
-    for network, name, (width, height) in CASES:
+    cases = [(case, part) for part, cases in (("decoder", CASES), ("encoder", ENCODERS)) for case in cases]
+    for (network, name, (width, height)), part in cases:
         card, model = describe(network)
-        specs = model.specs(jnp.float32)["decoder"]
+        specs = model.specs(jnp.float32)[part]
         site = plan.there(name)
         assert site.topology is not None
         chip, count = site.topology.chip, len(site.devices)
         key = {"network": phases.digest(specs), "pixels": width * height, "chip": chip.name, "devices": count}
-        if arguments.only not in f"{network} {name} {width}x{height}" or any(
+        if arguments.only not in f"{network} {name} {width}x{height} {part}" or any(
             key.items() <= row.items() for row in rows
         ):
             continue
         mesh = meshes.make(MeshShape(seq=count), site.devices)
         target = phases.Target(mesh=mesh, topology=site.topology, budget=None, compiles=True)
-        video = Video(width, height, card.frames, branches=2)
-        program, _ = phases.compiled(functools.partial(model.lower_decode, video, mesh), target)
+        video = Video(width, height, card.frames, branches=2, images=card.images[0])
+        lower = model.lower_decode if part == "decoder" else model.lower_encode
+        program, _ = phases.compiled(functools.partial(lower, video, mesh), target)
         rows.append(
             key
             | {
