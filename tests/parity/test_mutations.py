@@ -22,8 +22,9 @@ from vidax import nn
 from vidax.cli import main
 from vidax.errors import UserError
 from vidax.models.towers.t5 import T5Encoder
-from vidax.models.wan import config, dit, pipeline
+from vidax.models.wan import config, dit
 from vidax.models.wan.dit import DiT
+from vidax.models.wan.pipeline import WanModel
 from vidax.nn import standardize
 from vidax.weights import Mapping
 
@@ -140,5 +141,5 @@ def test_text_without_its_zeros():
 
 def test_a_run_with_text_without_its_zeros(theirs, tmp_path, monkeypatch):
     """Prompts padded to 64 tokens, not 512: 1,100 times."""
-    monkeypatch.setattr(pipeline, "TEXT_TOKENS", 64)
+    monkeypatch.setattr(WanModel, "text_tokens", 64)
     assert run_error(theirs, tmp_path) > PIXEL_TOLERANCE
