@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from pth_files import Ordered, write_pth
 from tiny import SEED, TEXT_ENCODER_CONFIG, Part, renamed, write_folder
 
 from vidax.models.cogvideox import config, mapping
@@ -162,9 +162,11 @@ def write_official_folder(path: Path, folder: Folder) -> Path:
     write_folder(path, folder)
     shutil.rmtree(path / "scheduler")
     (path / "model_index.json").unlink()
-    for part, names in (
-        (transformer(folder.transformer), mapping.dit_official),
-        (vae(folder.vae), mapping.vae_official),
-    ):
-        save_file(renamed(part, names(None)), path / part.file)
+    dit, autoencoder = transformer(folder.transformer), vae(folder.vae)
+    for part in (dit, autoencoder):
+        (path / part.file).unlink()
+    names = dataclasses.replace(mapping.dit_official(dit.spec.config), prefix="model.diffusion_model.")
+    coder = renamed(autoencoder, mapping.vae_official()) | {"loss.logvar": np.zeros((), np.float32)}
+    write_pth(path / "transformer" / "mp_rank_00_model_states.pt", {"module": Ordered(renamed(dit, names))})
+    write_pth(path / "vae" / "3d-vae.pt", {"state_dict": Ordered(coder)})
     return path
