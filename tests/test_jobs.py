@@ -89,6 +89,7 @@ def test_a_line_is_a_prompt_or_a_json_object():
         ('{"prompt": null}', "the prompt is missing"),
         ('{"prompt": 3}', "prompt is 3; write it in quotes"),
         ('{"prompt": "a", "frames": "17"}', 'frames is "17"; it is a whole number, without quotes'),
+        ('{"prompt": "a", "vae_tiling": 1}', "vae_tiling is 1; it is true or false, without quotes"),
         ('{"prompt": "a", "frames": 17.0}', "frames is 17.0; it is a whole number"),
         ('{"prompt": "a", "seed": true}', "seed is true; it is a whole number"),
         ('{"prompt": "a", "flow_shift": [3]}', "flow_shift is [3]; it is a number"),
