@@ -1,6 +1,9 @@
 """The tiny models in PyTorch: the classes of diffusers and transformers with the weights of tests/tiny.py."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -43,10 +46,14 @@ def scheduler(config=tiny.UNIPC):
     return getattr(diffusers, config["_class_name"]).from_config(dict(config))
 
 
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names)
+
+
 def pipeline(scheduler_config=tiny.UNIPC, folder: tiny.Folder | None = None) -> diffusers.DiffusionPipeline:
     """The pipeline that `tiny.write_folder` writes, made of its classes."""
     folder = dataclasses.replace(folder or tiny.Folder(), scheduler=scheduler_config)
-    names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
     parts = {}
     if folder.image_encoder:
         parts["image_encoder"] = image_encoder(folder.image_encoder)
@@ -56,7 +63,7 @@ def pipeline(scheduler_config=tiny.UNIPC, folder: tiny.Folder | None = None) -> 
         second = diffusers.WanTransformer3DModel.from_config(dict(folder.transformer))
         parts["transformer_2"] = fill(second, tiny.SECOND)
     pipe = getattr(diffusers, folder.pipeline)(
-        tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names),
+        tokenizer=tokenizer(),
         text_encoder=text_encoder(folder.text_encoder),
         vae=vae(folder.vae),
         transformer=transformer(folder.transformer),
@@ -71,9 +78,8 @@ def pipeline(scheduler_config=tiny.UNIPC, folder: tiny.Folder | None = None) -> 
 
 def cogvideox_pipeline(folder: tiny_cogvideox.Folder) -> diffusers.DiffusionPipeline:
     """The pipeline that `tiny.write_folder` writes, made of its classes."""
-    names = {key: value for key, value in tiny.TOKENIZER_CONFIG.items() if key != "tokenizer_class"}
     pipe = getattr(diffusers, folder.pipeline)(
-        tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer(), **names),
+        tokenizer=tokenizer(),
         text_encoder=fill(transformers.T5EncoderModel(transformers.T5Config(**folder.text_encoder))),
         vae=fill(diffusers.AutoencoderKLCogVideoX.from_config(dict(folder.vae))),
         transformer=fill(diffusers.CogVideoXTransformer3DModel.from_config(dict(folder.transformer))),
@@ -81,6 +87,20 @@ def cogvideox_pipeline(folder: tiny_cogvideox.Folder) -> diffusers.DiffusionPipe
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def saver(
+    tmp_path_factory, make: Callable[[str], diffusers.DiffusionPipeline]
+) -> Callable[[str], tuple[Path, diffusers.DiffusionPipeline]]:
+    """The folder of a named pipeline, saved once, and the pipeline."""
+
+    @functools.cache
+    def save(name: str) -> tuple[Path, diffusers.DiffusionPipeline]:
+        path, pipe = tmp_path_factory.mktemp("pipeline"), make(name)
+        pipe.save_pretrained(path)
+        return path, pipe
+
+    return save
 
 
 def generate(

@@ -22,18 +22,7 @@ SCHEDULERS = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVide
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a pipeline, saved once, and the pipeline."""
-    made: dict[str, tuple[Path, diffusers.DiffusionPipeline]] = {}
-
-    def save(name: str) -> tuple[Path, diffusers.DiffusionPipeline]:
-        if name not in made:
-            path = tmp_path_factory.mktemp("pipeline")
-            pipe = reference.cogvideox_pipeline(tiny_cogvideox.FOLDERS[name])
-            pipe.save_pretrained(path)
-            made[name] = path, pipe
-        return made[name]
-
-    return save
+    return reference.saver(tmp_path_factory, lambda name: reference.cogvideox_pipeline(tiny_cogvideox.FOLDERS[name]))
 
 
 def run(

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
-import diffusers
 import tiny
 from PIL import Image
 from test_goldens import PIXEL_TOLERANCE, TOLERANCE
@@ -87,18 +86,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a pipeline, saved once, and the pipeline."""
-    made: dict[str, tuple[Path, diffusers.DiffusionPipeline]] = {}
-
-    def save(name: str) -> tuple[Path, diffusers.DiffusionPipeline]:
-        if name not in made:
-            path = tmp_path_factory.mktemp("pipeline")
-            pipe = reference.pipeline(folder=MODELS[name][0])
-            pipe.save_pretrained(path)
-            made[name] = path, pipe
-        return made[name]
-
-    return save
+    return reference.saver(tmp_path_factory, lambda name: reference.pipeline(folder=MODELS[name][0]))
 
 
 def run(name: str, saved, tmp_path: Path, size: tuple[int, int], more: dict[str, float], **settings) -> float:

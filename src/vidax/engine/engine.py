@@ -33,6 +33,7 @@ from vidax.engine.work import (
 )
 from vidax.errors import UserError
 from vidax.media.image import FITS, Picture, cover
+from vidax.models.condition import NOTHING
 from vidax.models.interface import Footprint, Part
 from vidax.models.locate import locate
 from vidax.models.model import Model
@@ -279,12 +280,12 @@ class Engine:
         request, video = work.job.request, work.job.request.video
         table, steps = request.sampler.table(), request.stages[stage].steps
         noise = Stream(request.seed, request.noise, self.model.noise_order)
-        given = self.model.given(video, encoded.frames.get(framed(request)), noise)
+        given = self.model.given(video, encoded.frames[framed(request)], noise) if video.images else NOTHING
         inputs = encoded.inputs(request, guided=request.stages[stage].guided)._replace(given=given)
         latents = self.model.latents(video)
         if work.state is None:
             work.state = noise.normal(latents)
-        else:
+        elif table.noise is not None:
             noise.skip(latents)
         ring = dit.blocks if isinstance(dit.blocks, Ring) and dit.blocks.streamed else None
         before = (ring.bytes_moved, ring.seconds_waited, time.perf_counter()) if ring else None

@@ -16,7 +16,7 @@ from vidax.models.registry import CARDS, Card
 from vidax.sampling.guidance import dynamic
 from vidax.sampling.noise import Kind
 from vidax.sampling.sampler import Sampler, from_diffusers_config
-from vidax.sampling.schedules import TRAIN_TIMESTEPS, AlphaSchedule
+from vidax.sampling.schedules import TRAIN_TIMESTEPS
 from vidax.sampling.solvers import DDIM, DPM, Euler, Solver, UniPC
 
 SOLVERS: dict[str, Solver] = {"unipc": UniPC(), "euler": Euler(), "ddim": DDIM(), "dpm": DPM()}
@@ -288,7 +288,7 @@ def pick_experts(
 
 def pick_dynamic_guidance(pick, card: Card, sampler: Sampler, wish: bool | None) -> bool | None:
     """Whether guidance changes from step to step, where that is known: by default with the card's solver."""
-    if not isinstance(sampler.schedule(), AlphaSchedule):
+    if not sampler.variance_preserving:
         if wish is not None:
             raise UserError(f"dynamic guidance: {card.name} knows none; leave it out")
         return None
@@ -416,7 +416,7 @@ def make_sampler(
     else:
         origin = "scheduler_config.json"
         sampler = from_diffusers_config(model.scheduler, steps=steps, shift=shift)
-        if type(sampler.schedule()) is not type(card_sampler(card, steps, sampler.shift).schedule()):
+        if sampler.variance_preserving != card_sampler(card, steps, sampler.shift).variance_preserving:
             raise UserError(
                 f"{origin}: {model.scheduler['_class_name']} is not for {card.name}, whose network knows another kind "
                 "of noise levels; take the scheduler that the model came with"
@@ -425,8 +425,8 @@ def make_sampler(
         other = f"; {card.flow_shift:g} in {origin_in_card(card, 'flow_shift')}" if disputed else ""
         pick("flow_shift", shift, sampler.shift, origin + other)
     name = pick("solver", solver, sampler.solver.name, origin)
-    alphas = isinstance(sampler.schedule(), AlphaSchedule)
-    if solver is not None and solver not in (fitting := OF_ALPHAS if alphas else OF_FLOWS):
+    fitting = OF_ALPHAS if sampler.variance_preserving else OF_FLOWS
+    if solver is not None and solver not in fitting:
         raise UserError(f"solver {name!r}: choose {' or '.join(fitting)}")
     if solver == "unipc" and isinstance(sampler.solver, Euler):
         # UniPC cannot start at sigma 1, where the grid of the Euler scheduler does.

@@ -95,7 +95,7 @@ class Architecture(abc.ABC):
 
     @abc.abstractmethod
     def encoded_chunks(self, video: Video) -> list[int]:
-        """Frames of each chunk that the encoder sees; none without images."""
+        """Frames of each chunk that the encoder sees of a video from images."""
 
     @abc.abstractmethod
     def decoded_chunks(self, frames: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vidax.models.condition import NOTHING, Given
 from vidax.weights import Checkpoint
 from vidax.weights import Mapping as Names
 from vidax.weights.residency import Residency
@@ -36,6 +37,7 @@ class Sources:
     folder:    the folder of a whole model, if one was named.
     options:   its `model_index.json` in diffusers' layout.
     scheduler: its `scheduler_config.json`; None where there is none, and the model's card decides.
+    family:    whose model it is, where that is known by now.
     image_processor: its `preprocessor_config.json`, of pictures for the image encoder; None for the official way.
     """
 
@@ -44,6 +46,7 @@ class Sources:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scheduler: dict[str, Any] | None = None
     image_processor: dict[str, Any] | None = None
+    family: str | None = None
 
 
 class Part(NamedTuple):
@@ -80,9 +83,9 @@ class Inputs(NamedTuple):
     """What a video is made from, on the host.
 
     text: [S text_dim], or [2 S text_dim] with guidance, that of the negative prompt last.
-    states, given: of its images, as `Model.encode_images` and `Model.given` give them; None without.
+    states, given: of its images, as `Model.encode_images` and `Model.given` give them.
     """
 
     text: np.ndarray
     states: np.ndarray | None = None
-    given: Any = None
+    given: Given = NOTHING

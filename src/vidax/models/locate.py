@@ -78,7 +78,7 @@ FAMILIES = {
         repositories=(("", cogvideox_layouts.FILES),),
     ),
 }
-PIPELINES = {name: family for family in FAMILIES.values() for name in family.pipelines}
+PIPELINES = {pipeline: name for name, family in FAMILIES.items() for pipeline in family.pipelines}
 OPTIONAL = ("transformer_2", "image_encoder")  # of some models
 REQUIRED = tuple(part for part in PARTS if part not in OPTIONAL)
 
@@ -172,6 +172,7 @@ def sources_at(path: Path, given: Places) -> Sources:
         return Sources(
             parts={**parts, **given},
             folder=path,
+            family=PIPELINES[folder.pipeline],
             options=folder.index,
             scheduler=folder.config("scheduler"),
             image_processor=folder.config("image_processor") if "image_processor" in folder.components else None,
@@ -183,26 +184,27 @@ def sources_at(path: Path, given: Places) -> Sources:
         return Sources(parts={component: path, **given})
     if not path.exists():
         raise UserError(f"{path}: no such folder; install vidax again")
-    catalogue = family_of([given.get("transformer", path)]).catalogue
+    family = family_of([given.get("transformer", path)])
+    catalogue = FAMILIES[family].catalogue
     parts = components_in(catalogue, path, [part for part in catalogue.kinds if part not in given])
     if tokenizer := find_tokenizer(path):
         parts["tokenizer"] = tokenizer
-    return Sources(parts={**parts, **given}, folder=path)
+    return Sources(family=family, parts={**parts, **given}, folder=path)
 
 
-def family_of(places: Iterable[Path]) -> Family:
+def family_of(places: Iterable[Path]) -> str:
     """The family that knows the transformer in these files and folders, or else another component of its own; the first
     of all where none does.
     """
     other = None
     for file in checkpoints_in(places):
         checkpoint = open_checkpoint(file)
-        for family in FAMILIES.values():
+        for name, family in FAMILIES.items():
             if known := identify(family.catalogue, checkpoint):
                 if known[0] == "transformer":
-                    return family
-                other = other or family
-    return other or FAMILIES["wan"]
+                    return name
+                other = other or name
+    return other or "wan"
 
 
 def checkpoints_in(places: Iterable[Path]) -> Iterator[Path]:
@@ -218,11 +220,8 @@ def checkpoints_in(places: Iterable[Path]) -> Iterator[Path]:
 
 
 def open_parts(sources: Sources) -> Model:
-    if pipeline := sources.options.get("_class_name"):
-        family = PIPELINES[pipeline]
-    else:
-        weights = (sources.parts.get(part) for part in ("transformer", "vae", "text_encoder"))
-        family = family_of(path for path in weights if path)
+    weights = (sources.parts.get(part) for part in ("transformer", "vae", "text_encoder"))
+    family = FAMILIES[sources.family or family_of(path for path in weights if path)]
     catalogue = family.catalogue
     for part in sources.parts:
         if part not in (*catalogue.kinds, "tokenizer"):

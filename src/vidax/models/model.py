@@ -17,7 +17,7 @@ import numpy as np
 
 from vidax.errors import UserError
 from vidax.models.architecture import Architecture
-from vidax.models.condition import NOTHING, Given
+from vidax.models.condition import Given
 from vidax.models.interface import Inputs, Part, Sources, Text, Video
 from vidax.models.programs import (
     decode_chunk,
@@ -89,8 +89,8 @@ class Model(Architecture):
 
     @abc.abstractmethod
     def given(self, video: Video, encoded: Any, noise: Stream) -> Given:
-        """What is known of a video's latents, from what `encode_frames` gave, or None without images. noise: drawn from
-        where the latents of an image are a sample.
+        """What is known of the latents of a video from images, of which `encode_frames` gave `encoded`. noise: drawn
+        from where the latents of an image are a sample.
         """
 
     # Its parts.
@@ -194,11 +194,10 @@ class Model(Architecture):
         """The state after these steps, from noise [1 F H W C] or from a state on the host.
 
         transformer: a `DiffusionTransformer`, whose layers may be in a `Ring`. guidance: the scale of each step of the
-        table; None without guidance. on_step: called after each step has
-        finished on the device, with the number of the step, from 1. noise: what each of these steps adds, of a solver
-        that adds some.
+        table; None without guidance. on_step: called after each step has finished on the device, with the number of
+        the step, from 1. noise: what each of these steps adds, of a solver that adds some.
         """
-        table, given = whole(table), whole(inputs.given or NOTHING)
+        table, given = whole(table), whole(inputs.given)
         ring = transformer.blocks if isinstance(transformer.blocks, Ring) else None
         ends = dataclasses.replace(transformer, blocks=None)
         context = prepare(ends, whole(inputs.text), None if inputs.states is None else whole(inputs.states))
@@ -218,9 +217,9 @@ class Model(Architecture):
             on_step(i + 1)
         return now
 
-    def finish(self, video: Video, state: SolverState, given: Given | None) -> np.ndarray:
+    def finish(self, video: Video, state: SolverState, given: Given) -> np.ndarray:
         """Latents [1 F H W C] of a video, those that are decoded, of the state after the last step; on the host."""
-        latents = (given or NOTHING).first(np.array(state.sample))
+        latents = given.first(np.array(state.sample))
         return latents[:, -self.latent_frames(video.frames) :]
 
     def decode(self, decoder: Any, video: Video, latents: np.ndarray, dtype: str) -> Iterator[np.ndarray]:

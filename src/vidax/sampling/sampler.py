@@ -24,6 +24,11 @@ class Sampler:
     def __post_init__(self):
         self.table()
 
+    @property
+    def variance_preserving(self) -> bool:
+        """Whether the noise levels are those of a variance-preserving model, not of a flow."""
+        return isinstance(self.schedule(), AlphaSchedule)
+
     def schedule(self) -> Schedule | AlphaSchedule:
         return make_schedule(self.grid, self.steps, self.shift)
 

@@ -49,7 +49,7 @@ class CogVideoXArchitecture(Architecture):
         return Known((self.text_tokens, self.text.dim))
 
     def encoded_chunks(self, video: Video) -> list[int]:
-        return [1] if video.images else []
+        return [1]
 
     def decoded_chunks(self, frames: int) -> list[int]:
         return [chunk.stop - chunk.start for chunk in chunks(self.latent_frames(frames), LATENT_FRAMES)]

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vidax.errors import UserError
+from vidax.media.output import to_uint8
 from vidax.models.cogvideox.architecture import CogVideoXArchitecture
 from vidax.models.cogvideox.config import PUBLISHED
 from vidax.models.cogvideox.layouts import COGVIDEOX
 from vidax.models.cogvideox.vae import VAEConfig, decode_tiles
-from vidax.models.condition import NOTHING, Given
+from vidax.models.condition import Given
 from vidax.models.interface import Sources, Video
 from vidax.models.model import TOGETHER, Model, check_published, check_text, tokenizer_of
 from vidax.models.programs import decode_chunk
@@ -58,8 +59,6 @@ class CogVideoXModel(CogVideoXArchitecture, Model):
         """The latents of the image are a sample of what the encoder says, and stand in the first frame, which in 1.5 is
         the one that is not decoded: as in diffusers.
         """
-        if not video.images:
-            return NOTHING
         image = encoded.sample(noise.normal(encoded.mean.shape)) * np.float32(self.vae.image_scale)
         known = np.zeros(self.latents(video), np.float32)
         known[:, :1] = image
@@ -73,10 +72,10 @@ class CogVideoXModel(CogVideoXArchitecture, Model):
         def decode(latents: np.ndarray, cache: Any) -> Any:
             return decode_chunk(decoder.decoder, whole(latents), cache, None)
 
-        frames = np.clip(decode_tiles(decode, latents, self.vae), -1, 1)
+        frames = decode_tiles(decode, latents, self.vae)
         for start in range(0, frames.shape[1], self.frame_multiple):
             chunk = frames[:, start : start + self.frame_multiple]
-            yield np.round((chunk + 1) * 127.5).astype(np.uint8) if dtype == "uint8" else chunk / 2 + 0.5
+            yield to_uint8(chunk) if dtype == "uint8" else np.clip(chunk, -1, 1) / 2 + 0.5
 
 
 def scaled(vae: Component, transformer: Component) -> VAEConfig:

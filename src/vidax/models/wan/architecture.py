@@ -54,8 +54,6 @@ class WanArchitecture(Architecture):
         return Known(text, states, 0 if self.by_channels else self.dit.patch[0])
 
     def encoded_chunks(self, video: Video) -> list[int]:
-        if not video.images:
-            return []
         return [1, *([self.vae.time_factor] * (self.latent_frames(video.frames) - 1) if self.by_channels else ())]
 
     def decoded_chunks(self, frames: int) -> list[int]:

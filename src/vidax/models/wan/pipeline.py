@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vidax.errors import UserError
-from vidax.models.condition import NOTHING, Given
+from vidax.models.condition import Given
 from vidax.models.interface import Sources, Video
 from vidax.models.model import TOGETHER, Model, check_published, check_text, tokenizer_of
 from vidax.models.wan.architecture import WanArchitecture
@@ -62,8 +62,6 @@ class WanModel(WanArchitecture, Model):
         return chunks(images, frames if self.by_channels else 1, self.vae.time_factor)
 
     def given(self, video: Video, encoded: Any, noise: Stream) -> Given:
-        if not video.images:
-            return NOTHING
         if not self.by_channels:
             return Given(None, encoded)
         time_factor = self.vae.time_factor
