@@ -59,21 +59,22 @@ def test_a_layer_of_an_expert():
 
 
 @pytest.mark.parametrize(
-    ("name", "topology", "mesh", "gigabytes"),
+    ("name", "topology", "mesh", "exchanged", "gathered", "gigabytes"),
     [
-        ("cogvideox-2b", "v6e:2x4", "data=2,seq=4", 1.5),  # 30 heads, which 4 does not divide
-        ("cogvideox1.5-5b-i2v", "v4:2x2x1", "seq=4", 6),
+        ("cogvideox-2b", "v6e:2x4", "data=2,seq=4", 0, 2, 1.5),  # 30 heads, which 4 does not divide
+        ("cogvideox1.5-5b-i2v", "v4:2x2x1", "seq=4", 4, 0, 6),
     ],
 )
-def test_a_layer_of_joint_attention(name, topology, mesh, gigabytes):
-    """One attention; where its heads divide four exchanges of tokens for heads, else keys and values are gathered."""
+def test_a_layer_of_joint_attention(name, topology, mesh, exchanged, gathered, gigabytes):
+    """One attention; where its heads divide, tokens are exchanged for heads, else keys and values are gathered."""
     card, model = describe(name)
     video = Video(*card.size, card.frames, 2, images=card.images[0])
     compiled = model.lower_layer(video, jnp.bfloat16, mesh_of(topology, mesh)).compile()
     ops = operations(compiled.as_text())
     assert "host-call" not in compiled.as_text()
     assert sum(op.kind == KERNEL for op in ops) == 1
-    assert collectives(ops).get("all-to-all", 0) == (0 if "2b" in name else 4)
+    assert sum(op.kind == "all-to-all" for op in ops) == exchanged
+    assert sum(op.kind == "all-gather" and len(op.shapes[0][1]) == 4 for op in ops) == gathered  # of [B N S K]
     assert program_bytes(compiled) < gigabytes * 1e9
 
 
