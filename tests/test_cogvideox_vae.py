@@ -71,10 +71,12 @@ def case(height: int, width: int):
 
 @pytest.mark.parametrize(
     ("height", "width", "mesh"),
-    [(2, 4, "seq=8"), (6, 2, "data=2,seq=2")],
+    [(2, 4, "seq=8"), (8, 10, "seq=8"), (6, 4, "data=2,seq=2")],
 )
 def test_on_a_mesh(height, width, mesh):
-    """Strips of the longer side, two chunks each way; norms are over whole frames."""
+    """Two chunks each way; norms are over whole frames. Strips are of the longer side, or, where more devices divide
+    the shorter one, of that: of 8 x 10 latents rows, of 32 x 40 positions after two levels columns.
+    """
     spec, values, run, inputs, wanted = case(height, width)
     for got, alone in zip(on(mesh, spec, values, run, *inputs), wanted, strict=True):
         assert np.std(alone) > 0.01

@@ -4,6 +4,7 @@ Frames are channels last [B F H W C], float32. A video is coded chunk by chunk; 
 the past is a cache that goes in and comes out.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from vidax.nn import Spec, fan_in, module, static, zeros
 from vidax.ops.conv import conv3d
-from vidax.parallel.rules import Axis, constrain
+from vidax.parallel.rules import Axis, constrain, cut_rows, in_force
 
 Cache = Any  # a pytree of past frames; None before the first chunk
 
@@ -88,10 +89,11 @@ def chain(layers, x: jax.Array, caches: Cache, *given: Any) -> tuple[jax.Array, 
 
 
 def in_strips(x: jax.Array) -> jax.Array:
-    """Frames [B F H W C] cut along their longer side, a strip for each device: the same side at every resolution."""
-    return constrain(x, *strips(*x.shape[2:4]))
+    """Frames [B F H W C] in strips of rows or columns, one for each device."""
+    return constrain(x, *strips(x.shape, in_force()))
 
 
-def strips(height: int, width: int) -> tuple[Axis, ...]:
-    """The logical axes of frames of this size."""
-    return (None, None, "space", None, None) if height > width else (None, None, None, "space", None)
+def strips(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    """The logical axes of frames [B F H W C] of this shape, on mesh axes of these sizes."""
+    rows = cut_rows(shape[2], shape[3], sizes)
+    return (None, None, "space", None, None) if rows else (None, None, None, "space", None)

@@ -305,7 +305,7 @@ class Places:
 
     def strips(self, cache: Any) -> Any:
         """Past frames of an autoencoder."""
-        return jax.tree.map(lambda frames: self(frames.shape, frames.dtype, *strips(*frames.shape[2:4])), cache)
+        return jax.tree.map(lambda x: self(x.shape, x.dtype, *strips(x.shape, self.mesh.shape)), cache)
 
     def context(self, dit: DiffusionTransformer, branches: int, known: Known) -> Context:
         """What `prepare` makes. To be called with the mesh in force."""

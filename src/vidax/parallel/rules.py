@@ -95,6 +95,14 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     return constrain_to(x, partition(axes, x.shape, in_force()))
 
 
+def cut_rows(height: int, width: int, sizes: Mapping[str, int]) -> bool:
+    """Whether devices have rows of a picture of this size, or else columns: of the side that more of them divide, the
+    longer one where as many do.
+    """
+    rows, columns = (product(fitting(RULES["space"], side, sizes), sizes) for side in (height, width))
+    return (rows, height) > (columns, width)
+
+
 def everywhere(x: jax.Array) -> jax.Array:
     """`x`, whole on every device of the mesh in force."""
     return constrain(x, *(None,) * x.ndim)

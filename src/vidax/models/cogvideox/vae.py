@@ -27,6 +27,7 @@ from einops import rearrange, repeat
 
 from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, in_strips
 from vidax.nn import Linear, Spec, module, ones, static, zeros
+from vidax.parallel.rules import everywhere
 
 EPS = 1e-6
 
@@ -221,7 +222,7 @@ class Upsample:
 
     def __call__(self, x: jax.Array, cache: Cache, z: jax.Array) -> tuple[jax.Array, Cache]:
         frames = x.shape[1]
-        x = each_frame(lambda frame: self.conv(repeat(frame, "b f h w c -> b f (h 2) (w 2) c")), x)
+        x = each_frame(lambda frame: self.conv(in_strips(repeat(frame, "b f h w c -> b f (h 2) (w 2) c"))), x)
         return over_time(x, 2 * frames - frames % 2) if self.time else x, None
 
 
@@ -318,7 +319,8 @@ class Decoder:
         """
         assert self.config.scaling_factor is not None
         past, cache = cache or (None, None)
-        z = latents / self.config.scaling_factor
+        # Whole on each device: the strips of one level are rows, those of another columns.
+        z = everywhere(latents / self.config.scaling_factor)
         x, past = self.conv_in(in_strips(z), past)
         x, cache = chain((self.mid_block, *self.up_blocks, self.out), x, cache, z)
         return x, (in_strips(past), cache)

@@ -151,7 +151,7 @@ class Upsample:
             else:
                 x, cache = self.time_conv(x, cache)
                 x = rearrange(x, "b f h w (two c) -> b (f two) h w c", two=2)
-        x = repeat(x, "b f h w c -> b f (h 2) (w 2) c")
+        x = in_strips(repeat(x, "b f h w c -> b f (h 2) (w 2) c"))
         return self.conv(x), cache
 
 
