@@ -41,8 +41,8 @@ def _stripwise(x: jax.Array, weight: jax.Array, *, stride: tuple[int, int, int],
     XLA pads a convolution's operand and then copies it with pieces of the last spatial dimension as its batch, and
     both are several times a frame. Strips make them small. That last dimension is the side that is not split, for then
     the other stays the minor dimension in memory, where it lies in arguments as well, and no cache is laid out anew.
-    An exception: arguments keep minor a side that is a multiple of 8, and where each device has 340 columns (1360x768 on
-    four) that is the rows, so that the caches, 4.7 GB in CogVideoX, are there twice. The other order of the
+    An exception: arguments keep minor a side that is a multiple of 8, and where each device has 340 columns (1360x768
+    on four) that is the rows, so that the caches, 4.7 GB in CogVideoX, are there twice. The other order of the
     convolution's dimensions would save half of that and take twice as long.
     """
     height, width = x.shape[2:4]
