@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import repeat
 
 from vidax.nn import Spec, fan_in, module, static, zeros
 from vidax.ops.conv import conv3d
@@ -91,6 +92,11 @@ def chain(layers, x: jax.Array, caches: Cache, *given: Any) -> tuple[jax.Array, 
 def in_strips(x: jax.Array) -> jax.Array:
     """Frames [B F H W C] in strips of rows or columns, one for each device."""
     return constrain(x, *strips(x.shape, in_force()))
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    """Frames [B F H W C] of twice the height and width, each position four times, in strips of the new size."""
+    return in_strips(repeat(x, "b f h w c -> b f (h 2) (w 2) c"))
 
 
 def strips(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[Axis, ...]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange, repeat
 
-from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, in_strips
+from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, doubled, in_strips
 from vidax.nn import Linear, Spec, module, ones, static, zeros
 from vidax.parallel.rules import everywhere
 
@@ -222,7 +222,7 @@ class Upsample:
 
     def __call__(self, x: jax.Array, cache: Cache, z: jax.Array) -> tuple[jax.Array, Cache]:
         frames = x.shape[1]
-        x = each_frame(lambda frame: self.conv(in_strips(repeat(frame, "b f h w c -> b f (h 2) (w 2) c"))), x)
+        x = each_frame(lambda frame: self.conv(doubled(frame)), x)
         return over_time(x, 2 * frames - frames % 2) if self.time else x, None
 
 

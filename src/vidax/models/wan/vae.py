@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange, repeat
 
-from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, in_strips
+from vidax.models.autoencoder import Cache, CausalConv3d, Conv2d, chain, doubled, in_strips
 from vidax.nn import Linear, Spec, module, ones, static
 from vidax.ops.attention import attention
 from vidax.ops.conv import conv3d
@@ -151,8 +151,7 @@ class Upsample:
             else:
                 x, cache = self.time_conv(x, cache)
                 x = rearrange(x, "b f h w (two c) -> b (f two) h w c", two=2)
-        x = in_strips(repeat(x, "b f h w c -> b f (h 2) (w 2) c"))
-        return self.conv(x), cache
+        return self.conv(doubled(x)), cache
 
 
 @module
