@@ -71,7 +71,7 @@ def case(height: int, width: int):
 
 @pytest.mark.parametrize(
     ("height", "width", "mesh"),
-    [(2, 4, "seq=8"), (8, 10, "seq=8"), (6, 4, "data=2,seq=2")],
+    [(2, 4, "seq=8"), (6, 2, "data=2,seq=2"), (8, 10, "seq=8"), (6, 4, "data=2,seq=2")],
 )
 def test_on_a_mesh(height, width, mesh):
     """Two chunks each way; norms are over whole frames. Strips are of the longer side, or, where more devices divide

@@ -198,6 +198,7 @@ def vae_alone(config: VAEConfig, height: int, width: int):
         (WAN21, 4, 8, "seq=8"),
         (WAN21, 2, 6, "seq=4"),  # these two were 3 % off where the attention among pixels met the next convolution
         (WAN22, 4, 2, "seq=8"),
+        (WAN21, 4, 8, "data=2"),
         (WAN21, 4, 6, "data=2,seq=2"),  # rows, and columns from the second level on
         (WAN21, 12, 2, "data=2,seq=2,tensor=2"),
         (WAN22, 3, 5, "data=2,seq=2,tensor=2"),

@@ -31,6 +31,7 @@ TENSOR = {"all-reduce": 5}
         ("wan2.1-t2v-14b", (1280, 720), "v4:2x2x1", "seq=4", ULYSSES, 13),
         ("wan2.1-t2v-14b", (1280, 720), "v5p:2x2x1", "tensor=4", TENSOR, 40),
         ("wan2.1-t2v-14b", (1280, 720), "tpu7x:2x2x1", "seq=8", PIECEWISE, 15),
+        ("wan2.1-t2v-14b", (832, 480), "v6e:2x4", "data=2,seq=4", ULYSSES, 10),
         ("wan2.1-t2v-1.3b", (832, 480), "v5e:2x4", "data=2,seq=4", BESIDE, 5),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
